@@ -1,0 +1,25 @@
+# Every target sets up what it needs: .ci/python prints the interpreter, after an installation
+# where one is needed. Without an SM90 GPU, kernels are compiled and read but not run.
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+python = $$(.ci/python)
+workers ?= 2
+
+.PHONY: test demo bench lint format
+
+test: lint
+	@python="$(python)" && "$$python" -m pytest -n $(workers) $(pytest_args)
+
+demo:
+	@python="$(python)" && "$$python" -m cutedsl_fa3 demo
+
+bench:
+	@python="$(python)" && "$$python" -m cutedsl_fa3 bench $(bench_args)
+
+lint:
+	@python="$(python)" && if "$$python" -m ruff --version >/dev/null 2>&1; then \
+	    "$$python" -m ruff check . && "$$python" -m ruff format --check .; \
+	else echo "lint: $$python has no ruff, nothing was linted"; fi
+
+format:
+	@python="$(python)" && "$$python" -m ruff check --fix . && "$$python" -m ruff format .
