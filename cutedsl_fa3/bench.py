@@ -1,0 +1,313 @@
+"""Forward attention timed beside its peers, in one process, after each has been proved right.
+
+A burst is `idle_ms` of rest and then a window of back-to-back calls between two CUDA events. The
+card is limited by power: a kernel that follows a thrifty one runs up to 10% faster, so every round
+draws the order of the providers anew, and only ratios within one run mean something. "Sustained"
+is the same with a window long enough to reach the card's power limit.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from itertools import product
+
+import torch
+
+from . import reference
+from .named import Lengths, Named, named, visible_pairs
+from .peers import OURS, PROVIDERS, Call, Inputs, Provider
+from .record import Row
+from .variant import Variant
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: a variant by name and the sizes it runs on."""
+
+    variant: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def flops(self) -> float:
+        """2 x (head_dim + head_dim_v) for each visible pair, over batch and heads."""
+        pairs = visible_pairs(self.variant, self.lengths())
+        return 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.head_dim_v)
+
+    def lengths(self, device: str = "cpu") -> Lengths:
+        """What the variant depends on."""
+        return Lengths(self.heads, self.seqlen_q, self.seqlen_k, device)
+
+    def inputs(self, device: str, seed: int = 0) -> Inputs:
+        """Normally distributed tensors and the variant, on `device`."""
+        random_numbers = torch.Generator(device).manual_seed(seed)
+
+        def tensor(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
+            shape = (self.batch, seqlen, heads, head_dim)
+            values = torch.randn(shape, generator=random_numbers, device=device)
+            return values.to(DTYPES[self.dtype])
+
+        return Inputs(
+            tensor(self.seqlen_q, self.heads, self.head_dim),
+            tensor(self.seqlen_k, self.kv_heads, self.head_dim),
+            tensor(self.seqlen_k, self.kv_heads, self.head_dim_v),
+            named(self.variant, self.lengths(device)),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.variant} {self.dtype} d{self.head_dim} "
+            f"B={self.batch} Sq={self.seqlen_q} Sk={self.seqlen_k} H={self.heads}/{self.kv_heads}"
+        )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which cases a run measures: every combination at a constant number of tokens and width."""
+
+    variants: tuple[str, ...] = ("full", "causal")
+    dtypes: tuple[str, ...] = ("bf16",)
+    head_dims: tuple[int, ...] = (64, 128)
+    seqlens: tuple[int, ...] = (1024, 4096, 8192, 16384)
+    tokens: int = 16384
+    hidden: int = 2048
+
+    def cases(self) -> list[Case]:
+        """The cases, sequences longer than `tokens` as a batch of one.
+
+        Raises: ValueError for a variant or dtype that is unknown.
+        """
+        cases = []
+        axes = product(self.dtypes, self.head_dims, self.variants, self.seqlens)
+        for dtype, head_dim, variant, seqlen in axes:
+            if dtype not in DTYPES:
+                raise ValueError(f"dtype {dtype!r} is unknown; known: {', '.join(DTYPES)}")
+            heads, batch = self.hidden // head_dim, max(1, self.tokens // seqlen)
+            case = Case(variant, dtype, head_dim, head_dim, seqlen, seqlen, batch, heads, heads)
+            named(variant, case.lengths())
+            cases.append(case)
+        return cases
+
+
+def window(call: Call, repeats: int) -> float:
+    """Milliseconds per call of back-to-back calls; the GPU is idle before and after."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    # About 0.3 ms of spinning on the GPU: the first launch is queued before the clock starts, so
+    # a slow host path does not count as kernel time.
+    torch.cuda._sleep(500_000)
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long to rest, how long to measure, how often, and the clock that measures."""
+
+    name: str
+    idle_ms: float
+    window_ms: float
+    rounds: int
+    clock: Callable[[Call, int], float] = window
+
+
+BURST = Timing("burst", idle_ms=30.0, window_ms=8.0, rounds=9)
+SUSTAINED = Timing("sustained", idle_ms=0.0, window_ms=300.0, rounds=3)
+
+
+class WrongResult(RuntimeError):
+    """A kernel's output is farther from fp64 than its dtype explains."""
+
+
+class NoDevice(RuntimeError):
+    """There is no GPU here to time anything on."""
+
+
+def require_gpu() -> None:
+    """Check that the current device is one that the kernels run on.
+
+    Raises: NoDevice.
+    """
+    if not torch.cuda.is_available():
+        raise NoDevice("no CUDA device: timing needs an SM90 GPU (plan, compile and audit do not)")
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        found = f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
+        raise NoDevice(f"timing needs a GPU of compute capability 9.0; {found}")
+
+
+def chosen_providers(names: Iterable[str]) -> list[Provider]:
+    """The providers of these names.
+
+    Raises: ValueError for an unknown one.
+    """
+    names = list(names)
+    unknown = [name for name in names if name not in PROVIDERS]
+    if unknown:
+        raise ValueError(f"providers {unknown} are unknown; known: {', '.join(PROVIDERS)}")
+    return [PROVIDERS[name] for name in names]
+
+
+def run(
+    cases: Iterable[Case],
+    providers: list[Provider],
+    timing: Timing,
+    report: Callable[[str], None],
+    seed: int = 0,
+) -> list[Row]:
+    """Measure every case, reporting a line for each."""
+    rows: list[Row] = []
+    for case in cases:
+        measured = measure(case, providers, timing, report, seed)
+        speeds = ", ".join(f"{row.provider} {row.tflops:.0f}" for row in measured)
+        report(f"{case}: {speeds or 'nothing'} TFLOP/s")
+        rows += measured
+    return rows
+
+
+def measure(
+    case: Case,
+    providers: list[Provider],
+    timing: Timing,
+    report: Callable[[str], None],
+    seed: int = 0,
+    device: str = "cuda",
+) -> list[Row]:
+    """Check, then time, every provider that offers this case; `report` hears why one does not.
+
+    Raises: whatever this project's own kernel raises, WrongResult included.
+    """
+    inputs = case.inputs(device, seed)
+    calls: dict[str, Call] = {}
+    for provider in providers:
+        try:
+            call = provider.prepare(inputs)
+            check(inputs, call, seed)
+            calls[provider.name] = call
+        except Exception as error:
+            if provider.name == OURS:
+                raise
+            reason = (str(error).splitlines() or [""])[0]
+            report(f"{provider.name}: no time for {case}: {type(error).__name__}: {reason}")
+    samples = take_turns(calls, timing, seed)
+    flops = case.flops
+    rows = []
+    for name, times in samples.items():
+        ms = statistics.median(times)
+        rows.append(
+            Row(
+                provider=name,
+                direction="forward",
+                **asdict(case),
+                ms=round(ms, 6),
+                tflops=round(flops / ms / 1e9, 2),
+                samples=tuple(round(sample, 6) for sample in times),
+            )
+        )
+    return rows
+
+
+def take_turns(calls: dict[str, Call], timing: Timing, seed: int = 0) -> dict[str, list[float]]:
+    """Milliseconds per call, by name and round; each round in an order of its own."""
+    shuffler, repeats = random.Random(seed), {}
+    for name, call in calls.items():
+        timing.clock(call, 2)
+        repeats[name] = max(1, round(timing.window_ms / timing.clock(call, 3)))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(timing.rounds):
+        shuffler.shuffle(order)
+        for name in order:
+            time.sleep(timing.idle_ms / 1e3)
+            samples[name].append(timing.clock(calls[name], repeats[name]))
+    return samples
+
+
+def check(inputs: Inputs, call: Call, seed: int = 0) -> None:
+    """Compare sampled rows of one call with fp64.
+
+    The memory that the call is about to use for its output is filled with NaN first, so a row that
+    is never written cannot pass. The error may be twice that of torch at the input dtype plus one
+    rounding of the result.
+
+    Raises: WrongResult with both errors.
+    """
+    shape = (*inputs.q.shape[:3], inputs.v.shape[3])
+    poison = inputs.q.new_full(shape, float("nan"))
+    del poison  # the caching allocator hands the same block to the next tensor of this size
+    out = call()
+    if out.shape != shape:
+        raise WrongResult(f"output of shape {tuple(out.shape)} instead of {shape}")
+    if not bool(torch.isfinite(out).all()):
+        raise WrongResult("output with NaN or infinity")
+    picker = random.Random(seed)
+    for _ in range(4):
+        batch, head = picker.randrange(shape[0]), picker.randrange(shape[2])
+        rows = sampled_rows(shape[1], picker)
+        exact = rows_of_reference(inputs, batch, head, rows, torch.float64)
+        rounded = rows_of_reference(inputs, batch, head, rows, inputs.q.dtype)
+        found = out[batch, rows, head].double()
+        error = (found - exact).abs().max().item()
+        allowed = 2 * (rounded.double() - exact).abs().max().item()
+        allowed += torch.finfo(inputs.q.dtype).eps * exact.abs().max().item()
+        if not error <= allowed:
+            raise WrongResult(
+                f"error {error:.3g} against fp64 at batch {batch}, head {head}; torch at "
+                f"{inputs.q.dtype} allows {allowed:.3g}"
+            )
+
+
+def sampled_rows(seqlen_q: int, picker: random.Random, count: int = 62) -> list[int]:
+    """The first and the last row and some between."""
+    between = range(1, max(1, seqlen_q - 1))
+    return sorted({0, seqlen_q - 1, *picker.sample(between, min(count, len(between)))})
+
+
+def rows_of_reference(
+    inputs: Inputs, batch: int, head: int, rows: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Chosen query rows of one head, by the reference: the variant sees their true indices.
+
+    Shape: (len(rows), head_dim_v).
+    """
+    kv_head = head // (inputs.q.shape[2] // inputs.k.shape[2])
+    q = inputs.q[batch : batch + 1, rows, head : head + 1]
+    k = inputs.k[batch : batch + 1, :, kv_head : kv_head + 1]
+    v = inputs.v[batch : batch + 1, :, kv_head : kv_head + 1]
+    variant = at_indices(inputs.named, batch, head, torch.tensor(rows, device=inputs.q.device))
+    return reference.attention(q.to(dtype), k.to(dtype), v.to(dtype), variant)[0, :, 0]
+
+
+def at_indices(chosen: Named, batch: int, head: int, rows: torch.Tensor) -> Variant:
+    """The variant for one batch element, one head and some query rows of the whole problem."""
+    batches = torch.tensor([batch], device=rows.device)
+    heads = torch.tensor([head], device=rows.device)
+    score, mask = chosen.score, chosen.mask
+    moved_score = moved_mask = None
+    if score is not None:
+
+        def moved_score(s, b, h, q, k):
+            return score(s, batches[b], heads[h], rows[q], k)
+
+    if mask is not None:
+
+        def moved_mask(b, h, q, k):
+            return mask(batches[b], heads[h], rows[q], k)
+
+    return Variant(score=moved_score, mask=moved_mask)

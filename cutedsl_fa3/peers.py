@@ -1,0 +1,172 @@
+"""The attention kernels that the benchmark times side by side, each through its public call.
+
+A provider prepares a call for given inputs (imports, compilation's objects and block masks stay
+out of the timed region) or says why it cannot: ImportError when it is not installed, `Unsupported`
+when it does not offer the variant. Inputs are (batch, seqlen, heads, head_dim), outputs the same.
+
+| provider      | comes from                               | variants                    |
+|---------------|------------------------------------------|-----------------------------|
+| `cutedsl_fa3` | this project                             | all                         |
+| `fa3`         | fa3-fwd: FlashAttention-3, C++           | full, causal, softcap; bf16 |
+| `fa4`         | flash-attn-4: FlashAttention-4, CuTe DSL | full, causal, softcap, window |
+| `cudnn`       | torch SDPA on cuDNN                      | full, causal                |
+| `fa2`         | torch SDPA on its FlashAttention-2       | full, causal                |
+| `flex`        | torch.compile(flex_attention), Triton    | all                         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from .errors import Unsupported
+from .named import Named
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One problem's tensors and its variant.
+
+    Shape: q (batch, seqlen_q, heads, head_dim); k and v (batch, seqlen_k, kv_heads, head_dim).
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    named: Named
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a key head."""
+        return self.q.shape[2] != self.k.shape[2]
+
+    def heads_first(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v as (batch, heads, seqlen, head_dim) views."""
+        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A kernel's name in records, the distribution it comes from and what prepares a call."""
+
+    name: str
+    distribution: str
+    prepare: Callable[[Inputs], Call]
+
+    @property
+    def version(self) -> str | None:
+        """The installed version, or None."""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return None
+
+
+def _need(ok: bool, what: str) -> None:
+    if not ok:
+        raise Unsupported(f"not offered: {what}")
+
+
+def _options_only(inputs: Inputs) -> Named:
+    """The variant, for kernels that take options instead of functions."""
+    named = inputs.named
+    _need(not named.only_functions, f"{named.name!r}, a variant given by functions")
+    return named
+
+
+def _ours(inputs: Inputs) -> Call:
+    from .interface import attention
+
+    q, k, v, variant = inputs.q, inputs.k, inputs.v, inputs.named.variant
+    return lambda: attention(q, k, v, variant)
+
+
+def _fa3(inputs: Inputs) -> Call:
+    from fa3_fwd_interface import flash_attn_func
+
+    named = _options_only(inputs)
+    _need(inputs.q.dtype == torch.bfloat16, f"{inputs.q.dtype} (this build has bf16)")
+    _need(named.window is None, "local windows (left out of this build)")
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return lambda: flash_attn_func(q, k, v, causal=named.causal, softcap=named.softcap)
+
+
+def _fa4(inputs: Inputs) -> Call:
+    from flash_attn.cute import flash_attn_func
+
+    named = _options_only(inputs)
+    options = {
+        "causal": named.causal and named.window is None,
+        "window_size": named.window or (None, None),
+        "softcap": named.softcap,
+    }
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return lambda: _first(flash_attn_func(q, k, v, **options))
+
+
+def _first(result: torch.Tensor | tuple) -> torch.Tensor:
+    """The output of a call that may return the LSE beside it."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _sdpa(backend_name: str) -> Callable[[Inputs], Call]:
+    def prepare(inputs: Inputs) -> Call:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        named = _options_only(inputs)
+        _need(named.window is None and not named.softcap, f"{named.name!r}")
+        square = inputs.q.shape[1] == inputs.k.shape[1]
+        _need(square or not named.causal, "bottom-right causal masks (its alignment is top-left)")
+        q, k, v = inputs.heads_first()
+        backend, grouped = getattr(SDPBackend, backend_name), inputs.grouped
+
+        def call() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=named.causal, enable_gqa=grouped
+                )
+            return out.transpose(1, 2)
+
+        return call
+
+    return prepare
+
+
+def _flex(inputs: Inputs) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Each problem compiles anew; past a limit of recompilations torch would run it uncompiled.
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    q, k, v = inputs.heads_first()
+    named, grouped = inputs.named, inputs.grouped
+    blocks = None
+    if named.mask is not None:
+        blocks = create_block_mask(
+            named.mask, None, None, q.shape[2], k.shape[2], device=q.device.type
+        )
+
+    def call() -> torch.Tensor:
+        out = compiled(q, k, v, score_mod=named.score, block_mask=blocks, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return call
+
+
+OURS = "cutedsl_fa3"
+PROVIDERS: dict[str, Provider] = {
+    provider.name: provider
+    for provider in (
+        Provider(OURS, "cutedsl-fa3", _ours),
+        Provider("fa3", "fa3-fwd", _fa3),
+        Provider("fa4", "flash-attn-4", _fa4),
+        Provider("cudnn", "torch", _sdpa("CUDNN_ATTENTION")),
+        Provider("fa2", "torch", _sdpa("FLASH_ATTENTION")),
+        Provider("flex", "torch", _flex),
+    )
+}

@@ -1,0 +1,111 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cutedsl_fa3 import audit as audit_module
+from cutedsl_fa3.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_module_lists_its_commands() -> None:
+    command = [sys.executable, "-m", "cutedsl_fa3", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(name in result.stdout for name in ("plan", "compile", "audit", "bench", "demo"))
+
+
+@pytest.mark.parametrize("variant", ["full", "causal", "alibi", "softcap:20", "window:512,0"])
+def test_plan_prints_a_page_for_every_named_variant(variant: str) -> None:
+    result = run("plan", "--variant", variant, "--head-dim", "64")
+    assert result.exit_code == 0, result.output
+    assert len(result.output.splitlines()) > 10
+
+
+def test_plan_takes_the_schedule_from_its_options() -> None:
+    options = ("--tile-m", "128", "--tile-n", "64", "--stages", "3", "--consumers", "2")
+    result = run("plan", *options, "--overlap", "intra")
+    assert result.exit_code == 0, result.output
+    assert "128 x 64" in result.output and "intra" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--variant", "unheard"), "unheard"),
+        (("--stages", "9"), "stages"),
+        (("--head-dim", "72"), "72"),
+        (("--dtype", "fp64"), "fp64"),
+        (("--kv-heads", "5"), "5"),
+        (("--stages", "4", "--tile-n", "256"), "bytes"),
+    ],
+)
+def test_a_refusal_names_what_was_given_and_exits_with_2(options: tuple[str, ...], named: str):
+    result = run("plan", *options)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("refused: ") and named in result.stderr
+
+
+@pytest.mark.compile
+def test_compile_writes_an_sm90_cubin(tmp_path: Path) -> None:
+    path = tmp_path / "kernel.cubin"
+    result = run("compile", "--head-dim", "64", "--output", str(path))
+    assert result.exit_code == 0, result.output
+    assert "sm_90a" in result.output
+    assert path.read_bytes().startswith(b"\x7fELF")
+
+
+@pytest.mark.compile
+def test_audit_prints_its_checks_and_exits_with_0() -> None:
+    result = run("audit", "--head-dim", "64")
+    assert result.exit_code == 0, result.output
+    assert "HGMMA" in result.output and "UTMALDG" in result.output
+
+
+@pytest.mark.compile
+def test_audit_exits_with_1_on_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module.Report, "ok", property(lambda report: False))
+    assert run("audit", "--head-dim", "64").exit_code == 1
+
+
+def test_bench_without_a_gpu_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("bench")
+    assert result.exit_code == 1
+    assert "SM90" in result.stderr
+
+
+def test_bench_refuses_an_unknown_provider() -> None:
+    result = run("bench", "--providers", "fa3,fa9")
+    assert result.exit_code == 2
+    assert "fa9" in result.stderr
+
+
+@pytest.mark.compile
+def test_demo_without_a_gpu_compiles_audits_and_says_what_a_gpu_would_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("demo")
+    assert result.exit_code == 0, result.output
+    for part in ("sm_90a", "HGMMA", "Not run here", "would now run"):
+        assert part in result.output
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_demo_on_a_gpu_runs_verifies_and_times() -> None:
+    result = run("demo")
+    assert result.exit_code == 0, result.output
+    assert "agree with fp64" in result.output and "TFLOP/s" in result.output
