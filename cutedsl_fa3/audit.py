@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from cutedsl_fa3.pipelines.expect import Expect
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .compile import Compiled, Kernel, Resources
+
+if TYPE_CHECKING:  # auditing needs no DSL
+    from cutedsl_fa3.pipelines.expect import Expect
 
 _WHEEL = "nvidia-cuda-nvdisasm"
 _INSTRUCTION = re.compile(

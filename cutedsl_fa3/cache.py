@@ -51,7 +51,6 @@ _LOADED_AT = time.time()
 _memory: dict[tuple[type, str, str, str], Compiled] = {}
 _locks: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
-_fingerprint: str | None = None
 _class_sources: dict[type, str] = {}
 _warned = False
 
@@ -111,11 +110,12 @@ def root() -> Path | None:
 
 
 def source_fingerprint() -> str:
-    """Hash of the package's sources that can affect code, read once per process."""
-    global _fingerprint
-    if _fingerprint is None:
-        _fingerprint = fingerprint_of(_package_folders())
-    return _fingerprint
+    """Hash of the package's sources that can affect code.
+
+    They are read anew for each kernel that is not in memory: a few milliseconds beside a load from
+    disk, and a package reloaded in a notebook is not given its older self's kernels.
+    """
+    return fingerprint_of(_package_folders())
 
 
 def fingerprint_of(folders: dict[str, Path]) -> str:
@@ -164,6 +164,7 @@ def _class_source(kernel_class: type) -> str:
         }
         digest = hashlib.sha256()
         for file in sorted(files):
+            linecache.checkcache(file)
             lines = "".join(linecache.getlines(file))
             digest.update(lines.encode() if lines else _this_process())
             with contextlib.suppress(OSError):  # a notebook cell is no file

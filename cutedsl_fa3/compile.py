@@ -198,7 +198,7 @@ _PROPERTIES = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_ADVISORY = re.compile(r"\((C\d{4,5})\)\s*(.*?)\s*'?$", re.MULTILINE)
+_ADVISORY = re.compile(r"\((C\d{4,5})\)\s*(.*?)\s*$", re.MULTILINE)
 
 
 def _resources(remarks: str, host_ir: str, kernel_name: str) -> Resources:
