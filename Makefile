@@ -4,6 +4,8 @@
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 python = $$(.ci/python)
 workers ?= 2
+# nvdisasm, where it comes with CUDA instead of pip:
+export PATH := $(PATH):/usr/local/cuda/bin
 
 .PHONY: test demo bench lint format
 

@@ -171,10 +171,17 @@ def run(
     report: Callable[[str], None],
     seed: int = 0,
 ) -> list[Row]:
-    """Measure every case, reporting a line for each."""
+    """Measure every case, reporting a line for each, and what is absent once."""
     rows: list[Row] = []
+    said: set[str] = set()
+
+    def once(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            report(line)
+
     for case in cases:
-        measured = measure(case, providers, timing, report, seed)
+        measured = measure(case, providers, timing, once, seed)
         speeds = ", ".join(f"{row.provider} {row.tflops:.0f}" for row in measured)
         report(f"{case}: {speeds or 'nothing'} TFLOP/s")
         rows += measured
@@ -203,6 +210,9 @@ def measure(
         except Exception as error:
             if provider.name == OURS:
                 raise
+            if isinstance(error, ImportError):
+                report(f"{provider.name}: not installed ({error})")
+                continue
             reason = (str(error).splitlines() or [""])[0]
             report(f"{provider.name}: no time for {case}: {type(error).__name__}: {reason}")
     samples = take_turns(calls, timing, seed)
@@ -290,14 +300,15 @@ def rows_of_reference(
     q = inputs.q[batch : batch + 1, rows, head : head + 1]
     k = inputs.k[batch : batch + 1, :, kv_head : kv_head + 1]
     v = inputs.v[batch : batch + 1, :, kv_head : kv_head + 1]
-    variant = at_indices(inputs.named, batch, head, torch.tensor(rows, device=inputs.q.device))
+    indices = torch.tensor(rows, dtype=torch.int32, device=inputs.q.device)
+    variant = at_indices(inputs.named, batch, head, indices)
     return reference.attention(q.to(dtype), k.to(dtype), v.to(dtype), variant)[0, :, 0]
 
 
 def at_indices(chosen: Named, batch: int, head: int, rows: torch.Tensor) -> Variant:
     """The variant for one batch element, one head and some query rows of the whole problem."""
-    batches = torch.tensor([batch], device=rows.device)
-    heads = torch.tensor([head], device=rows.device)
+    batches = rows.new_tensor([batch])
+    heads = rows.new_tensor([head])
     score, mask = chosen.score, chosen.mask
     moved_score = moved_mask = None
     if score is not None:
