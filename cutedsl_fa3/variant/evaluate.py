@@ -1,0 +1,93 @@
+"""The torch reader of a graph: one torch call for each node, broadcast over the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .graph import Graph, Node, Ref
+from .ops import OPS
+
+
+def evaluate(
+    graph: Graph,
+    inputs: Mapping[str, torch.Tensor | int | float],
+    captures: Sequence[torch.Tensor] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The graph's value for these inputs, floats computed in `dtype`.
+
+    Indices of captured tensors are clamped to the tensor, as in the kernel, because masked positions
+    may lie outside; where `visible` (broadcastable to the result) holds, an index must be in range.
+
+    Shape: the broadcast of the inputs that the graph depends on.
+    Raises: IndexError for a visible index outside its captured tensor.
+    """
+    return _Reader(inputs, captures, dtype, visible).read(graph)
+
+
+class _Reader:
+    def __init__(
+        self,
+        inputs: Mapping[str, torch.Tensor | int | float],
+        captures: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        visible: torch.Tensor | None,
+    ) -> None:
+        self.inputs = inputs
+        self.captures = captures
+        self.dtype = dtype
+        self.visible = visible
+        tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+
+    def read(self, graph: Graph) -> torch.Tensor:
+        values: list[torch.Tensor] = []
+        for node in graph.nodes:
+            operands = [values[a.id] if isinstance(a, Ref) else a for a in node.operands]
+            values.append(self.node(node, operands))
+        return values[graph.output]
+
+    def node(self, node: Node, operands: list[torch.Tensor | bool | int | float]) -> torch.Tensor:
+        if node.op == "input":
+            value = self.tensor(self.inputs[node.args[0]])
+            return value.to(self.dtype) if node.dtype == "float" else value
+        if node.op == "const":
+            return self.tensor(node.args[0])
+        tensors = [self.tensor(operand) for operand in operands]
+        if node.op == "load":
+            return self.load(node.args[0], tensors)
+        if node.op == "to_float":
+            return tensors[0].to(self.dtype)
+        return OPS[node.op].torch(*tensors)
+
+    def tensor(self, value: torch.Tensor | bool | int | float) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value
+        dtype = self.dtype if isinstance(value, float) else None
+        return torch.tensor(value, dtype=dtype, device=self.device)
+
+    def load(self, number: int, indices: list[torch.Tensor]) -> torch.Tensor:
+        capture = self.captures[number].detach()
+        clamped = []
+        for axis, (index, size) in enumerate(zip(indices, capture.shape, strict=True)):
+            inside = index.clamp(0, size - 1)
+            if self.visible is not None:
+                self.check(number, axis, index, inside)
+            clamped.append(inside.long().to(capture.device))
+        value = capture[tuple(clamped)].to(self.device)
+        if value.is_floating_point():
+            return value.to(self.dtype)
+        return value if value.dtype == torch.bool else value.long()
+
+    def check(self, number: int, axis: int, index: torch.Tensor, inside: torch.Tensor) -> None:
+        outside = (index != inside) & self.visible
+        if outside.any():
+            found = torch.broadcast_to(index, outside.shape)[outside][0].item()
+            raise IndexError(
+                f"captured tensor t{number} of shape {tuple(self.captures[number].shape)} is read at "
+                f"index {found} of dimension {axis} for a key that the mask shows"
+            )

@@ -1,0 +1,171 @@
+"""Brings a graph into canonical form: equal meaning written differently should become equal text.
+
+Constants fold, identities and equal subexpressions merge, dead nodes go, and nodes are numbered by
+first use from the result. Arguments of commutative operations keep the order they were written in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from cutedsl_fa3.errors import VariantError
+
+from .graph import Builder, Graph, Node, Ref, Value
+from .ops import OPS, DType
+
+_TORCH: dict[DType, torch.dtype] = {
+    "bool": torch.bool,
+    "int": torch.int64,
+    "float": torch.float32,
+}
+
+
+def normalise(graph: Graph, captures: list[int] | None = None) -> Graph:
+    """The same function in canonical form.
+
+    `captures` collects the numbers of the captured tensors in order of first use; loads are
+    renumbered to their position in it, so that two graphs given one list share the numbers.
+    """
+    builder = Builder()
+    values: list[Value] = []
+    for node in graph.nodes:
+        args = tuple(values[a.id] if isinstance(a, Ref) else a for a in node.args)
+        values.append(_simplified(builder, node, args))
+    output = values[graph.output]
+    if not isinstance(output, Ref):
+        output = builder.const(output)
+    return _renumbered(builder.nodes, output, [] if captures is None else captures)
+
+
+def _simplified(builder: Builder, node: Node, args: tuple[Any, ...]) -> Value:
+    if node.op == "const":
+        return args[0]
+    if node.op in ("input", "load"):
+        return builder.append(node.op, args, node.dtype)
+    if not any(isinstance(a, Ref) for a in args):
+        return _folded(node, args)
+    found = _identity(builder, node.op, args) or _integer_comparison(builder, node, args)
+    return builder.append(node.op, args, node.dtype) if found is None else found[0]
+
+
+def _folded(node: Node, args: tuple[Any, ...]) -> Value:
+    """The value of an operation on numbers, computed as the kernel computes: fp32 and integers."""
+    tensors = [torch.tensor(a, dtype=_TORCH[Builder().dtype(a)]) for a in args]
+    try:
+        return OPS[node.op].torch(*tensors).item()
+    except RuntimeError as error:  # an integer division by zero
+        raise VariantError(f"{node.op}{args} has no value: {error}") from None
+
+
+def _identity(builder: Builder, op: str, args: tuple[Any, ...]) -> tuple[Value] | None:
+    """What an operation on a value and a neutral or absorbing number comes to, if it is one."""
+    if op == "where":
+        condition, a, b = args
+        if isinstance(condition, bool):
+            return (a if condition else b,)
+        return (a,) if a == b and type(a) is type(b) and isinstance(a, Ref) else None
+    if op == "not" or op == "neg":
+        inner = builder.nodes[args[0].id]
+        return (inner.args[0],) if inner.op == op else None
+    if len(args) != 2:
+        return None
+    a, b = args
+    if op in ("and", "or"):
+        return _logic(op, a, b)
+    if op == "xor":
+        return _xor(builder, a, b)
+    if builder.dtype(a) == "int":
+        return _integer_identity(op, a, b)
+    return None
+
+
+def _logic(op: str, a: Value, b: Value) -> tuple[Value] | None:
+    absorbing = op == "or"
+    for number, other in ((a, b), (b, a)):
+        if isinstance(number, bool):
+            return (number,) if number is absorbing else (other,)
+    return (a,) if a == b else None
+
+
+def _xor(builder: Builder, a: Value, b: Value) -> tuple[Value] | None:
+    for number, other in ((a, b), (b, a)):
+        if isinstance(number, bool):
+            return (builder.emit("not", other) if number else other,)
+    return None
+
+
+def _integer_identity(op: str, a: Value, b: Value) -> tuple[Value] | None:
+    neutral_right = {"add": 0, "sub": 0, "mul": 1, "floordiv": 1, "truncdiv": 1, "shl": 0, "shr": 0}
+    if not isinstance(b, Ref) and neutral_right.get(op) == b:
+        return (a,)
+    if not isinstance(a, Ref) and ((op == "add" and a == 0) or (op == "mul" and a == 1)):
+        return (b,)
+    if op == "mul" and (a == 0 or b == 0):
+        return (0,)
+    if op == "mod" and b == 1:
+        return (0,)
+    if op == "sub" and a == b:
+        return (0,)
+    if op in ("minimum", "maximum") and a == b:
+        return (a,)
+    if op in ("eq", "le", "ge", "ne", "lt", "gt") and a == b:
+        return (op in ("eq", "le", "ge"),)
+    return None
+
+
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+def _integer_comparison(builder: Builder, node: Node, args: tuple[Any, ...]) -> tuple[Value] | None:
+    """`q - k < 512 / 2` as the comparison of integers it means, so that its keys can be found.
+
+    An int converted for the sake of a float number is compared without rounding it to fp32.
+    """
+    if node.op not in _MIRRORED:
+        return None
+    op, (a, b) = node.op, args
+    if not isinstance(a, Ref):
+        op, a, b = _MIRRORED[op], b, a
+    if isinstance(b, Ref) or not isinstance(b, float) or builder.nodes[a.id].op != "to_float":
+        return None
+    inner = builder.nodes[a.id].args[0]
+    if builder.dtype(inner) != "int":
+        return None
+    if math.isnan(b):
+        return (op == "ne",)
+    if math.isinf(b):
+        return (op == "ne" or (op in ("lt", "le")) == (b > 0) and op != "eq",)
+    if op in ("eq", "ne") and b != math.floor(b):
+        return (op == "ne",)
+    bound = math.ceil(b) if op in ("lt", "ge") else math.floor(b)
+    return (builder.emit(op, inner, bound),)
+
+
+def _renumbered(nodes: list[Node], output: Ref, captures: list[int]) -> Graph:
+    """Only what the output needs, in the order in which a reader from the output first meets it."""
+    order: dict[int, int] = {}
+    kept: list[Node] = []
+    stack = [(output.id, iter(nodes[output.id].operands))]
+    while stack:
+        current, operands = stack[-1]
+        pending = next((a for a in operands if isinstance(a, Ref) and a.id not in order), None)
+        if pending is not None:
+            stack.append((pending.id, iter(nodes[pending.id].operands)))
+            continue
+        stack.pop()
+        if current not in order:
+            order[current] = len(kept)
+            kept.append(_with_new_ids(nodes[current], order, captures))
+    return Graph(tuple(kept), order[output.id])
+
+
+def _with_new_ids(node: Node, order: dict[int, int], captures: list[int]) -> Node:
+    args = tuple(Ref(order[a.id]) if isinstance(a, Ref) else a for a in node.args)
+    if node.op == "load":
+        if args[0] not in captures:
+            captures.append(args[0])
+        args = (captures.index(args[0]), *args[1:])
+    return Node(node.op, args, node.dtype, node.depends)

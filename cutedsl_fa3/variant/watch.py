@@ -1,0 +1,121 @@
+"""Sees every torch operation that runs while a score or mask is traced, and lets none freeze a value.
+
+An operation on traced values becomes a node; one on captured tensors alone would be computed now and
+enter the kernel as a number that no longer follows the tensor: it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .surface import SURFACE
+from .symbols import Symbol
+
+if TYPE_CHECKING:
+    from .trace import Traced, Tracer
+
+# What a captured tensor may be asked for while tracing: facts that its values cannot change.
+_METADATA = frozenset(
+    "shape ndim dtype device layout is_cuda is_cpu requires_grad size dim numel nelement stride"
+    " is_contiguous is_floating_point element_size __len__ __hash__ storage_offset".split()
+)
+_CONSTANTS = frozenset(("tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "full"))
+_CONVERSIONS = frozenset(("bool", "int", "float", "index", "complex", "len", "iter", "contains"))
+
+
+class Watch(TorchFunctionMode):
+    """Sees every torch function that runs while a score or mask is traced."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tracer, kwargs = self.tracer, kwargs or {}
+        name, written = _names(func)
+        leaves = list(_leaves((args, kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        traced = any(isinstance(leaf, torch.fx.Proxy | Symbol) for leaf in leaves)
+        if not traced and name in _METADATA:
+            return func(*args, **kwargs)
+        bare = name.strip("_") if name.startswith("__") else name
+        if bare == "getitem":
+            return tracer.index(*args)
+        if name.startswith("__") and bare in _CONVERSIONS:
+            return tracer.refuse_conversion(bare)
+        if name in ("item", "tolist", "numpy", "__array__"):
+            tracer.refuse(
+                f"{written} would freeze the value of a captured tensor; use the tensor itself "
+                "(a 0-d tensor is a scalar bound at launch), or take the number outside"
+            )
+        if traced or (tensors and bare in SURFACE and all(t.ndim == 0 for t in tensors)):
+            return tracer.record(bare, args, kwargs, written)
+        if not tensors and name in _CONSTANTS:
+            return self.constant(func, args, kwargs, written)
+        return tracer.refuse(
+            f"{written} on captured tensors only would be frozen into the kernel at its present "
+            "value; do it outside and capture the result, or index the tensor first and apply it "
+            "to the element"
+            if tensors
+            else f"{written} makes a tensor inside the function; make it outside and capture it"
+        )
+
+    def constant(self, func: Any, args: Any, kwargs: Any, written: str) -> Traced:
+        """A 0-d tensor made by the function itself: a number."""
+        self.tracer.computing = True
+        try:
+            tensor = func(*args, **kwargs)
+            number = None if tensor.ndim else tensor.item()
+        finally:
+            self.tracer.computing = False
+        if number is None:
+            self.tracer.refuse(
+                f"{written} makes a tensor inside the function; make it outside and capture it"
+            )
+        return self.tracer.traced(number)
+
+
+class NothingRuns(TorchDispatchMode):
+    """Refuses what reached a torch kernel past `Watch`, such as a compiled or scripted function."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.tracer.computing and any(
+            isinstance(leaf, torch.Tensor) for leaf in _leaves((args, kwargs or {}))
+        ):
+            self.tracer.refuse(f"{func} on captured tensors only would be frozen into the kernel")
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, tuple | list):
+        for branch in tree:
+            yield from _leaves(branch)
+    elif isinstance(tree, dict):
+        yield from _leaves(tuple(tree.values()))
+    else:
+        yield tree
+
+
+def _names(func: Any) -> tuple[str, str]:
+    """A torch function's name, and how a user writes it."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(func.__self__, "__name__", name)
+        return name, f".{name}"
+    if "." in name:  # an overload, such as tanh.default
+        name = name.split(".")[0]
+    if torch.overrides.is_tensor_method_or_property(func):
+        return name, f"Tensor.{name}"
+    return name, f"torch.{name}"
