@@ -139,7 +139,8 @@ def _in_bytecode(frame: FrameType) -> tuple[str, str] | None:
     if "JUMP" in name or name == "TO_BOOL":
         return (
             "`if`, `and`, `or` or a chained comparison",
-            "torch.where for `if`, `&` for `and`, `|` for `or`, `(a <= x) & (x < b)` for `a <= x < b`",
+            "torch.where for `if`, `&` for `and`, `|` for `or`, "
+            "`(a <= x) & (x < b)` for `a <= x < b`",
         )
     if name.startswith("CALL"):
         names = {
@@ -155,7 +156,8 @@ def _by_conversion(asked_for: str) -> tuple[str, str]:
     return {
         "bool": (
             "a Python truth test (`if`, `and`, `or`, `not`, `max()`)",
-            "torch.where for `if`, `&` for `and`, `|` for `or`, `~` for `not`, torch.maximum for `max`",
+            "torch.where for `if`, `&` for `and`, `|` for `or`, `~` for `not`, "
+            "torch.maximum for `max`",
         ),
         "int": ("`int()`", ".int()"),
         "float": ("`float()` or a function of `math`", "the torch function, such as torch.exp"),

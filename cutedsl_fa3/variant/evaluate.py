@@ -20,8 +20,8 @@ def evaluate(
 ) -> torch.Tensor:
     """The graph's value for these inputs, floats computed in `dtype`.
 
-    Indices of captured tensors are clamped to the tensor, as in the kernel, because masked positions
-    may lie outside; where `visible` (broadcastable to the result) holds, an index must be in range.
+    Indices of captured tensors are clamped to the tensor, as in the kernel, because masked
+    positions may lie outside; where `visible` (broadcastable) holds, they must be in range.
 
     Shape: the broadcast of the inputs that the graph depends on.
     Raises: IndexError for a visible index outside its captured tensor.
@@ -88,6 +88,6 @@ class _Reader:
         if outside.any():
             found = torch.broadcast_to(index, outside.shape)[outside][0].item()
             raise IndexError(
-                f"captured tensor t{number} of shape {tuple(self.captures[number].shape)} is read at "
-                f"index {found} of dimension {axis} for a key that the mask shows"
+                f"captured tensor t{number} of shape {tuple(self.captures[number].shape)} is read "
+                f"at index {found} of dimension {axis} for a key that the mask shows"
             )

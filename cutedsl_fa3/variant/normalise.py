@@ -137,7 +137,7 @@ def _integer_comparison(builder: Builder, node: Node, args: tuple[Any, ...]) -> 
     if math.isnan(b):
         return (op == "ne",)
     if math.isinf(b):
-        return (op == "ne" or (op in ("lt", "le")) == (b > 0) and op != "eq",)
+        return (op == "ne" or (op != "eq" and (op in ("lt", "le")) == (b > 0)),)
     if op in ("eq", "ne") and b != math.floor(b):
         return (op == "ne",)
     bound = math.ceil(b) if op in ("lt", "ge") else math.floor(b)

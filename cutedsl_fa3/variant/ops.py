@@ -44,8 +44,8 @@ Interval = Callable[..., Range | None]  # (ints, *argument ranges) -> range, Non
 class Op:
     """One operation: argument types, result type, its torch reader and its interval rule.
 
-    `accepts` lists argument types after promotion; `result` is a type, or "same" for the common type
-    of the arguments. `where` is the one operation whose first argument is a condition apart.
+    `accepts` lists argument types after promotion; `result` is a type, or "same" for the common
+    type of the arguments. `where` alone takes a condition first, outside the promotion.
     """
 
     name: str

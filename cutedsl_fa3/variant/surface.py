@@ -96,8 +96,8 @@ def _pow(b: Builder, x: Value, exponent: Value) -> Value:
         return b.emit("rsqrt", x)
     if exponent != int(exponent) or abs(exponent) > LARGEST_POWER:
         raise VariantError(
-            f"a power of {exponent!r} is not supported; valid are integers from -{LARGEST_POWER} to "
-            f"{LARGEST_POWER}, 0.5 and -0.5 (else torch.exp2(exponent * torch.log2(x)))"
+            f"a power of {exponent!r} is not supported; valid are integers from "
+            f"-{LARGEST_POWER} to {LARGEST_POWER}, 0.5 and -0.5 (else torch.exp2(exponent * torch.log2(x)))"
         )
     if b.dtype(x) == "int" and (exponent < 0 or isinstance(exponent, float)):
         x = b.convert(x, "float")
@@ -117,9 +117,7 @@ def _power_of_number(b: Builder, base: Value, exponent: Ref) -> Value:
         )
     if isinstance(base, int) and b.dtype(exponent) == "int":
         if base != 2:
-            raise VariantError(
-                f"{base} ** int is not supported; write {float(base)} ** x, or 2 ** x"
-            )
+            raise VariantError(f"{base} ** int is not supported; write {float(base)} ** x")
         return b.emit("shl", 1, exponent)
     power = b.convert(exponent, "float")
     return b.emit("exp2", power if base == 2 else b.emit("mul", power, math.log2(base)))

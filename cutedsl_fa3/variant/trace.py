@@ -184,7 +184,7 @@ class Tracer(torch.fx.Tracer):
         return arg
 
     def complete(self, value: Traced) -> Ref:
-        """The value's node. Raises: VariantError for one of another trace, or for a partial load."""
+        """The value's node, which must be of this trace and, if a load, have all its indices."""
         if value.tracer is not self:
             self.refuse("a value of another trace was kept; a score or mask must not store values")
         if value.value.id in self.partial:

@@ -18,11 +18,11 @@ from .trace import PARAMETERS, trace
 class Variant:
     """An attention variant in plain Python: what to do with a score, and which keys a query sees.
 
-    `score(s, b, h, q, k)` returns the score used instead of s (scaled, natural units); `mask(b, h,
-    q, k)` returns whether query q sees key k. q and k are raw indices. The functions are traced here
-    and not kept: code and Python numbers are frozen by value, captured tensors are kept by reference
-    and read at each launch (a 0-d tensor is a scalar read at launch). Integers are 32-bit; fp16 and
-    bf16 elements of captured tensors are widened to fp32, small integers to int32.
+    `score(s, b, h, q, k)` returns the score used instead of s (scaled, natural units) and
+    `mask(b, h, q, k)` whether query q sees key k; q and k are raw indices. The functions are traced
+    here and not kept: code and Python numbers are frozen by value, captured tensors are kept by
+    reference and read at each launch (a 0-d tensor is a scalar). Integers are 32-bit; captured fp16
+    and bf16 elements are widened to fp32, small integers to int32.
 
     Raises: VariantError where a function cannot become a graph.
     """

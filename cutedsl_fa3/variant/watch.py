@@ -1,7 +1,7 @@
-"""Sees every torch operation that runs while a score or mask is traced, and lets none freeze a value.
+"""Sees every torch operation that runs during a trace, and lets none freeze a value unnoticed.
 
-An operation on traced values becomes a node; one on captured tensors alone would be computed now and
-enter the kernel as a number that no longer follows the tensor: it is refused.
+An operation on traced values becomes a node; one on captured tensors alone would be computed now
+and enter the kernel as a number that no longer follows the tensor: it is refused.
 """
 
 from __future__ import annotations
