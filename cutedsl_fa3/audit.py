@@ -41,9 +41,11 @@ class AuditedKernel(Kernel, Protocol):
     @property
     def smem(self) -> Any:
         """The shared-memory plan: `total` bytes, printable."""
+        ...
 
     def expected(self) -> tuple[Expect, ...]:
         """The promises that follow from the kernel's tables."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,16 @@ class Kernel(Protocol):
     @property
     def host(self) -> Callable[..., Any]:
         """The bound @cute.jit method that launches the kernel."""
+        ...
 
     @property
     def key_text(self) -> str:
         """Whatever affects the code, printed."""
+        ...
 
     def fake_args(self) -> tuple[Any, ...]:
         """Stand-ins for the arguments of `host`, the stream last."""
+        ...
 
 
 @dataclass(frozen=True)
