@@ -1,0 +1,49 @@
+"""Geometry of tiles: how they lie in global and shared memory, and what the hardware allows.
+
+Names that need the compiler are loaded on first use, so that swizzles, tensor maps and storage
+plans can be computed, checked and printed without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .errors import LayoutError
+from .host import host_cute
+from .smem import SMEM_CAPACITY, Buffer, SmemPlan
+from .swizzle import NONE, SW32, SW64, SW128, Swizzle, bank, bank_conflicts, picture, widest
+from .tma import TensorMap
+from .tma_rules import Rule
+
+if TYPE_CHECKING:
+    from .tile import Tile, transposed
+
+_NEEDS_COMPILER = {"Tile": "tile", "transposed": "tile"}  # name -> module
+
+__all__ = [
+    "NONE",
+    "SMEM_CAPACITY",
+    "SW32",
+    "SW64",
+    "SW128",
+    "Buffer",
+    "LayoutError",
+    "Rule",
+    "SmemPlan",
+    "Swizzle",
+    "TensorMap",
+    "Tile",
+    "bank",
+    "bank_conflicts",
+    "host_cute",
+    "picture",
+    "transposed",
+    "widest",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEEDS_COMPILER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_NEEDS_COMPILER[name]}", __name__), name)
