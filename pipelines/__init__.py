@@ -1,0 +1,28 @@
+"""Who does what when: rings, roles, named barriers, schedules, and the kernel made of them."""
+
+from .barriers import Barrier, Barriers, Turns
+from .expect import Expect
+from .kernel import WarpSpecialized
+from .ring import Ring
+from .roles import CP_ASYNC_BUDGETS, TMA_BUDGETS, Role, check_registers, launch_registers
+from .schedule import Overlap, Schedule, ScheduleError
+from .tile_order import MAX_GRID, TileOrder
+
+__all__ = [
+    "CP_ASYNC_BUDGETS",
+    "MAX_GRID",
+    "TMA_BUDGETS",
+    "Barrier",
+    "Barriers",
+    "Expect",
+    "Overlap",
+    "Ring",
+    "Role",
+    "Schedule",
+    "ScheduleError",
+    "TileOrder",
+    "Turns",
+    "WarpSpecialized",
+    "check_registers",
+    "launch_registers",
+]

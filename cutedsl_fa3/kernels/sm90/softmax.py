@@ -1,0 +1,101 @@
+"""Online softmax on the accumulator of one score tile.
+
+Order and units, for a row with maximum m over what has been seen:
+
+    p     = exp2(x * unit - m * unit)      x: what the MMA or the score function left in acc_s
+    alpha = exp2((m_old - m) * unit)       by which acc_o and row_sum shrink
+    lse   = (m * unit + log2(row_sum)) / log2(e)
+
+`unit` turns x into a base-2 logarithm: scale * log2(e) for raw products, so that the identity score
+costs one FMA, and log2(e) once a score function has scaled them. A row that has seen nothing has
+m = -inf; subtracting 0 instead keeps exp2(-inf) = 0 exact, so its row_sum stays 0. NaN is not
+hidden: max skips it, row_sum does not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+QUAD = (1, 2)  # lanes that hold one row, by butterfly distance (see layouts/wgmma.py)
+CHAINS = 2  # independent maxima and sums per row, for instruction-level parallelism
+
+
+def exp2(x: Float32) -> Float32:
+    """2^x on the special-function unit; subnormal results become 0."""
+    return cute.math.exp2(x, approx=True, ftz=True)
+
+
+class OnlineSoftmax:
+    """Running maximum and sum of the rows that one thread holds.
+
+    Units: `row_max` is in units of acc_s; `row_sum` covers this thread's columns until `finish`.
+    """
+
+    def __init__(self, rows: int, unit: Float32) -> None:
+        self.rows = rows
+        self.unit = unit
+        self.row_max = cute.make_rmem_tensor(rows, Float32)
+        self.row_sum = cute.make_rmem_tensor(rows, Float32)
+        self.alpha = cute.make_rmem_tensor(rows, Float32)
+        self.row_max.fill(-Float32.inf)
+        self.row_sum.fill(0.0)
+
+    def step(self, acc_s: cute.Tensor) -> None:
+        """Replace scores by probabilities in place; set `alpha` for the rescale of acc_o.
+
+        Shape: acc_s (rows, cols) of this thread.
+        """
+        cols = cute.size(acc_s, mode=[1])
+        for r in range(self.rows):
+            old = self.row_max[r]
+            chains = [old] * CHAINS
+            for c in range(cols):
+                chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], acc_s[r, c])
+            new = chains[0]
+            for chain in chains[1:]:
+                new = cute.arch.fmax(new, chain)
+            for lane in QUAD:
+                new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=lane))
+            self.row_max[r] = new
+            origin = Float32(cutlass.select_(new == -Float32.inf, Float32(0.0), new))
+            shift = origin * self.unit
+            alpha = exp2((old - origin) * self.unit)
+            sums = [self.row_sum[r] * alpha] + [Float32(0.0)] * (CHAINS - 1)
+            for c in range(cols):
+                p = exp2(cute.math.fma(acc_s[r, c], self.unit, -shift))
+                acc_s[r, c] = p
+                sums[c % CHAINS] = sums[c % CHAINS] + p
+            total = sums[0]
+            for chain in sums[1:]:
+                total = total + chain
+            self.row_sum[r] = total
+            self.alpha[r] = alpha
+
+    def rescale(self, acc_o: cute.Tensor) -> None:
+        """Shrink acc_o (rows, cols) to the new maximum."""
+        for r in range(self.rows):
+            for c in range(cute.size(acc_o, mode=[1])):
+                acc_o[r, c] = acc_o[r, c] * self.alpha[r]
+
+    def finish(self, acc_o: cute.Tensor) -> list[Float32]:
+        """Divide acc_o by the row sums and return the rows' LSE (natural); empty rows: 0 and -inf.
+
+        Shape: acc_o (rows, cols) of this thread.
+        """
+        lse = []
+        for r in range(self.rows):
+            total = self.row_sum[r]
+            for lane in QUAD:
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=lane)
+            empty = total == 0.0
+            inverse = Float32(cutlass.select_(empty, Float32(0.0), 1.0 / total))
+            for c in range(cute.size(acc_o, mode=[1])):
+                acc_o[r, c] = acc_o[r, c] * inverse
+            log2_sum = cute.math.log2(total, fastmath=True)
+            value = (self.row_max[r] * self.unit + log2_sum) * math.log(2.0)
+            lse.append(Float32(cutlass.select_(empty, -Float32.inf, value)))
+        return lse

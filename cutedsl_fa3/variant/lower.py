@@ -1,0 +1,230 @@
+"""The device reader of a graph: values of its nodes as CuTe scalars, at trace time.
+
+int is Int32, float is Float32, bool is Boolean; rounding and signs follow torch (`//` rounds down,
+`%` has the divisor's sign, minimum and maximum pass NaN on). `Lowering` evaluates a graph at the
+positions that a thread holds and computes nothing twice: what depends on neither query nor key is
+computed once per work tile, what depends on one of them once per row or column of the fragment.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int16, Int32, Int64, Uint8
+
+from .graph import Graph, Node, Ref
+
+KINDS = {"bool": Boolean, "int": Int32, "float": Float32}
+
+
+def select(condition: Boolean, yes: Any, no: Any) -> Any:
+    """`yes` where the condition holds, else `no`; both of one type."""
+    kind = next((type(v) for v in (yes, no) if not isinstance(v, (bool, int, float))), None)
+    if isinstance(condition, bool):
+        return yes if condition else no
+    if kind is None:
+        kind = Float32 if isinstance(yes, float) or isinstance(no, float) else Int32
+    return kind(cutlass.select_(condition, kind(yes), kind(no)))
+
+
+def floordiv(a: Int32, b: Int32) -> Int32:
+    """Quotient rounded down."""
+    quotient = truncdiv(a, b)
+    inexact = quotient * b != a
+    return select(inexact & ((a < 0) != (b < 0)), quotient - 1, quotient)
+
+
+def truncdiv(a: Int32, b: Int32) -> Int32:
+    """Quotient rounded towards zero."""
+    negative = (a < 0) != (b < 0)
+    size = absolute(a) // absolute(b)
+    return select(negative, -size, size)
+
+
+def absolute(a: Any) -> Any:
+    """Magnitude."""
+    return cute.math.absf(a) if isinstance(a, Float32) else select(a < 0, -a, a)
+
+
+def fmod(a: Any, b: Any) -> Any:
+    """Remainder with the dividend's sign."""
+    if isinstance(a, Float32):
+        return cute.math.rem(a, b)
+    return a - truncdiv(a, b) * b
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller; NaN if either is NaN."""
+    if isinstance(a, Float32):
+        return select((a < b) | (a != a), a, b)
+    return select(a < b, a, b)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger; NaN if either is NaN."""
+    if isinstance(a, Float32):
+        return select((a > b) | (a != a), a, b)
+    return select(a > b, a, b)
+
+
+def _truncate(a: Float32) -> Float32:
+    return select(a < 0.0, cute.math.ceil(a), cute.math.floor(a))
+
+
+def _sigmoid(a: Float32) -> Float32:
+    return 1.0 / (1.0 + cute.math.exp(-a, fastmath=True))
+
+
+def _to_int(a: Any) -> Int32:
+    return select(a, Int32(1), Int32(0)) if isinstance(a, Boolean) else Int32(a)
+
+
+def _to_float(a: Any) -> Float32:
+    return select(a, Float32(1.0), Float32(0.0)) if isinstance(a, Boolean) else Float32(a)
+
+
+def _fast(function: Callable) -> Callable:
+    return lambda a: function(a, fastmath=True)
+
+
+LOWER: dict[str, Callable] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floordiv": floordiv,
+    "truncdiv": truncdiv,
+    "mod": lambda a, b: a - floordiv(a, b) * b,
+    "fmod": fmod,
+    "minimum": minimum,
+    "maximum": maximum,
+    "neg": operator.neg,
+    "abs": absolute,
+    "exp": _fast(cute.math.exp),
+    "exp2": _fast(cute.math.exp2),
+    "log": _fast(cute.math.log),
+    "log2": _fast(cute.math.log2),
+    "sqrt": _fast(cute.math.sqrt),
+    "rsqrt": _fast(cute.math.rsqrt),
+    "sin": cute.math.sin,
+    "cos": cute.math.cos,
+    "tanh": _fast(cute.math.tanh),
+    "sigmoid": _sigmoid,
+    "floor": cute.math.floor,
+    "ceil": cute.math.ceil,
+    "trunc": _truncate,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "not": lambda a: a ^ Boolean(True),
+    "bit_and": operator.and_,
+    "bit_or": operator.or_,
+    "bit_xor": operator.xor,
+    "bit_not": lambda a: a ^ Int32(-1),
+    "shl": operator.lshift,
+    "shr": operator.rshift,
+    "where": select,
+    "to_int": _to_int,
+    "to_float": _to_float,
+}
+
+# How a captured tensor's elements are read from memory; bools are passed as bytes.
+CAPTURE_ELEMENTS = {
+    torch.float32: Float32,
+    torch.float16: Float16,
+    torch.bfloat16: BFloat16,
+    torch.int64: Int64,
+    torch.int32: Int32,
+    torch.int16: Int16,
+    torch.int8: Int8,
+    torch.uint8: Uint8,
+    torch.bool: Uint8,
+}
+
+ROW, COLUMN = frozenset({"q"}), frozenset({"k"})
+
+
+class Lowering:
+    """One graph over the captured tensors of its variant, ready to be evaluated at positions.
+
+    `uniform` holds the inputs that are one value for the whole work tile (b, h, the lengths). What
+    follows from them alone is computed here, so create it where the work tile begins.
+    """
+
+    def __init__(
+        self, graph: Graph, captures: tuple[cute.Tensor, ...], uniform: Mapping[str, Int32]
+    ) -> None:
+        self.graph = graph
+        self.captures = captures
+        self._uniform: dict[int, Any] = {}
+        known = frozenset(uniform)
+        for number, node in enumerate(graph.nodes):
+            if node.depends <= known:
+                self._uniform[number] = self._compute(node, self._uniform.__getitem__, uniform)
+
+    def at(self, positions: Mapping[str, Any], row: int, column: int, memo: dict) -> Any:
+        """The result at one element, whose `positions` give score, q and k.
+
+        `row` and `column` name the element among those sharing `memo`: values that depend on one of
+        q and k only are found there.
+        """
+
+        def value(number: int) -> Any:
+            if number in self._uniform:
+                return self._uniform[number]
+            node = self.graph.nodes[number]
+            key = (
+                number,
+                None if node.depends.isdisjoint(ROW | {"score"}) else row,
+                None if node.depends.isdisjoint(COLUMN | {"score"}) else column,
+            )
+            if key not in memo:
+                memo[key] = self._compute(node, value, positions)
+            return memo[key]
+
+        return value(self.graph.output)
+
+    def _compute(self, node: Node, value: Callable, inputs: Mapping[str, Any]) -> Any:
+        if node.op == "input":
+            return inputs[node.args[0]]
+        if node.op == "const":
+            return KINDS[node.dtype](node.args[0])
+        operands = [
+            value(a.id) if isinstance(a, Ref) else self._literal(node, i, a)
+            for i, a in enumerate(node.operands)
+        ]
+        if node.op == "load":
+            return load(self.captures[node.args[0]], operands, node.dtype)
+        return LOWER[node.op](*operands)
+
+    def _literal(self, node: Node, position: int, number: bool | int | float) -> Any:
+        return KINDS[
+            "bool" if isinstance(number, bool) else "int" if isinstance(number, int) else "float"
+        ](number)
+
+
+def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
+    """One element of a captured tensor, the indices clamped into it.
+
+    Tiles reach past the ends of the sequences, and masked positions may index anywhere; neither may
+    read outside the tensor.
+    """
+    clamped = [
+        select(i < 0, Int32(0), select(i < size, i, size - 1))
+        for i, size in zip(indices, capture.shape, strict=True)
+    ]
+    element = capture[tuple(clamped)] if clamped else capture[0]
+    if dtype == "bool":
+        return element != 0
+    return KINDS[dtype](element)

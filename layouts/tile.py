@@ -1,0 +1,170 @@
+"""A tile: the unit that is copied, stored in shared memory and multiplied.
+
+`Tile(rows, cols, dtype)` fixes everything about how a rows x cols block lies in shared memory: the
+widest swizzle whose span divides a row, the boxes that TMA copies it in, its bytes, and its CuTe
+layouts. A tile is stored with its columns contiguous; `transposed` views the same bytes with the
+axes exchanged, which is how V serves as the second operand of P @ V.
+
+            cols (contiguous)
+         +--------+--------+      each box is one swizzle span wide (64 bf16 for 128B) and at most
+    rows |  box 0 |  box 1 |      256 rows tall: one TMA instruction, one `complete_tx`
+         +--------+--------+
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
+
+from .errors import LayoutError
+from .swizzle import Swizzle, widest
+from .tma import TensorMap
+
+MAX_BOX = 256  # elements of a box along any dimension; source: cuTensorMapEncodeTiled
+ATOM_ROWS = 8  # rows of one swizzle atom; source: PTX ISA, shared-memory matrix layouts
+
+_K_MAJOR_ATOM = {
+    128: SmemLayoutAtomKind.K_SW128,
+    64: SmemLayoutAtomKind.K_SW64,
+    32: SmemLayoutAtomKind.K_SW32,
+    16: SmemLayoutAtomKind.K_INTER,
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rows x cols block of `dtype`, columns contiguous, swizzled by its row length.
+
+    Raises:
+        LayoutError: rows not a multiple of 8, or a row that no swizzle span divides.
+    """
+
+    rows: int
+    cols: int
+    dtype: type
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.rows % ATOM_ROWS:
+            raise LayoutError(
+                f"tile rows = {self.rows}: a swizzle atom has {ATOM_ROWS} rows; "
+                f"use {max(ATOM_ROWS, -(-self.rows // ATOM_ROWS) * ATOM_ROWS)}"
+            )
+        widest(self.row_bytes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.cols * self.dtype.width // 8
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tile: what one stage occupies and what its copies add to the mbarrier."""
+        return self.rows * self.row_bytes
+
+    @property
+    def swizzle(self) -> Swizzle:
+        """The widest swizzle whose span divides a row."""
+        return widest(self.row_bytes)
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """Elements (cols, rows) that one TMA instruction copies, innermost first."""
+        split = -(-self.rows // MAX_BOX)
+        while self.rows % split or (self.rows // split) % ATOM_ROWS:
+            split += 1
+        return min(self.cols, self.swizzle.span * 8 // self.dtype.width), self.rows // split
+
+    @property
+    def copies(self) -> int:
+        """TMA instructions that fill the tile."""
+        cols, rows = self.box
+        return (self.cols // cols) * (self.rows // rows)
+
+    def tensor_map(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], **fields: object
+    ) -> TensorMap:
+        """The TMA descriptor that binds this tile to a tensor in global memory.
+
+        Shape:
+            shape: elements, innermost (contiguous) dimension first; the tile spans dimensions
+            0 (cols) and 1 (rows). strides: bytes, of dimensions 1 and up.
+        """
+        cols, rows = self.box
+        box = (cols, rows) + (1,) * (len(shape) - 2)
+        return TensorMap(
+            self.dtype, address, tuple(shape), tuple(strides), box, swizzle=self.swizzle, **fields
+        )
+
+    # What follows needs an MLIR context: a kernel being traced, or `host_cute()`.
+
+    def layout(self, stages: int | None = None) -> cute.ComposedLayout:
+        """Swizzled shared-memory layout (rows, cols[, stages])."""
+        atom = make_smem_layout_atom(_K_MAJOR_ATOM[self.swizzle.span], self.dtype)
+        if stages is None:
+            return cute.tile_to_shape(atom, (self.rows, self.cols), order=(0, 1))
+        return cute.tile_to_shape(atom, (self.rows, self.cols, stages), order=(0, 1, 2))
+
+    def tensor(self, base: cute.Pointer, stages: int | None = None) -> cute.Tensor:
+        """The tile's tensor (rows, cols[, stages]) at a shared-memory byte address."""
+        layout = self.layout(stages)
+        pointer = cute.recast_ptr(base, layout.inner, dtype=self.dtype)
+        return cute.make_tensor(pointer, layout.outer)
+
+    def load_atom(self, gmem: cute.Tensor, multicast: int = 1) -> cpasync.TmaInfo:
+        """TMA load of this tile from `gmem` (rows, cols, ...), to be made in the host function.
+
+        With `multicast` = n each of n CTAs copies rows/n and writes them into all n.
+        """
+        op = (
+            cpasync.CopyBulkTensorTileG2SOp()
+            if multicast == 1
+            else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        )
+        return cpasync.make_tiled_tma_atom(
+            op, gmem, self.layout(), (self.rows, self.cols), num_multicast=multicast
+        )
+
+    def store_atom(self, gmem: cute.Tensor) -> cpasync.TmaInfo:
+        """TMA store of this tile to `gmem` (rows, cols, ...); rows past its end are not written."""
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), gmem, self.layout(), (self.rows, self.cols)
+        )
+
+    def blocks(
+        self,
+        atom: cute.CopyAtom,
+        gmem: cute.Tensor,
+        smem: cute.Tensor,
+        part: int | cute.Int32 = 0,
+        parts: int = 1,
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Both sides of the copy, cut into tiles: (gmem[:, row block, col block], smem[:, stage]).
+
+        Shape:
+            gmem: the atom's (rows, cols) coordinate tensor; smem: (rows, cols[, stages]).
+            `part` of `parts`: the share of a multicast load that this CTA issues.
+        """
+        tiled = cute.local_tile(gmem, (self.rows, self.cols), (None, None))
+        to_smem, from_gmem = cpasync.tma_partition(
+            atom,
+            part,
+            cute.make_layout(parts),
+            cute.group_modes(smem, 0, 2),
+            cute.group_modes(tiled, 0, 2),
+        )
+        return from_gmem, to_smem
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} x {self.cols} {self.dtype.__name__}, {self.bytes} B, "
+            f"{self.swizzle.name} swizzle, {self.copies} TMA boxes of {self.box[1]} x {self.box[0]}"
+        )
+
+
+def transposed(smem: cute.Tensor) -> cute.Tensor:
+    """The same bytes with rows and columns exchanged: (rows, cols, ...) -> (cols, rows, ...)."""
+    order = [1, 0, *range(2, cute.rank(smem))]
+    return cute.make_tensor(smem.iterator, cute.select(smem.layout, mode=order))

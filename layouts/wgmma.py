@@ -1,0 +1,141 @@
+"""Warpgroup MMA (SM90): tiled operands, issue, and two views of an accumulator.
+
+One warpgroup (4 warps) multiplies 64 rows; `warpgroups` of them stack along the rows of a tile. B
+always comes from shared memory, A from shared memory (SS) or from registers (RS).
+
+What a thread holds of a 64 x N accumulator, by lane and register pair (source: PTX ISA, wgmma
+matrix fragments): rows lane/4 and lane/4 + 8 of its warp's 16 rows; in both, columns
+2*(lane % 4) + {0, 1} of every group of 8. `as_rows_cols` is that fact as a layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.utils import sm90 as sm90_utils
+
+from .errors import LayoutError
+
+ROWS = 64  # rows of one warpgroup's instruction
+WARPGROUP = 128  # threads
+MAX_N = 256
+
+
+def tiled_mma(
+    dtype: type,
+    n: int,
+    warpgroups: int,
+    *,
+    a_from: str = "smem",
+    b_major: str = "k",
+) -> cute.TiledMma:
+    """A WGMMA of (64 * warpgroups) x n x 16, fp32 accumulator.
+
+    `a_from`: "smem" or "registers". `b_major`: "k" when the tile of B has its rows along n, "n" for
+    a transposed view.
+
+    Raises:
+        LayoutError: n outside 8..256 or not a multiple of 8.
+    """
+    if n % 8 or not 8 <= n <= MAX_N:
+        raise LayoutError(f"WGMMA n = {n}: a multiple of 8 from 8 to {MAX_N} is needed")
+    source = warpgroup.OperandSource.SMEM if a_from == "smem" else warpgroup.OperandSource.RMEM
+    return sm90_utils.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        OperandMajorMode.K if b_major == "k" else OperandMajorMode.MN,
+        Float32,
+        (warpgroups, 1, 1),
+        (ROWS, n),
+        source,
+    )
+
+
+def accumulator(mma: cute.TiledMma, rows: int, cols: int) -> cute.Tensor:
+    """Registers of one thread's share of a rows x cols accumulator."""
+    return cute.make_rmem_tensor(mma.partition_shape_C((rows, cols)), Float32)
+
+
+def issue(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, *, accumulate: bool
+) -> None:
+    """Issue acc (+)= a @ b as one committed group; nothing waits.
+
+    The caller orders register operands with `warpgroup.fence()` before, and `wait_group` after.
+    """
+    atom = cute.make_mma_atom(mma.op)  # local: state set on the caller's atom would escape a loop
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in range(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def as_rows_cols(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator as (rows, cols) of what this thread holds: ((2, M), (2, N/8, blocks))."""
+    (pair, half, group), m, n = acc.layout.shape
+    (s_pair, s_half, s_group), s_m, s_n = acc.layout.stride
+    layout = cute.make_layout(
+        ((half, m), (pair, group, n)), stride=((s_half, s_m), (s_pair, s_group, s_n))
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a thread's accumulator elements lie in the tile: a first element plus static offsets.
+
+    Kept apart so that a loop carries two registers, not one per column.
+    """
+
+    row: cute.Int32
+    col: cute.Int32
+    row_offsets: tuple[int, ...]
+    col_offsets: tuple[int, ...]
+
+
+def places(mma: cute.TiledMma, rows: int, cols: int, thread: cute.Int32) -> Places:
+    """The places of `thread`'s share of a rows x cols accumulator."""
+    tile = cute.make_identity_tensor((rows, cols))
+    mine = as_rows_cols(mma.get_slice(thread).partition_C(tile))
+    static = as_rows_cols(mma.get_slice(0).partition_C(tile))  # thread 0 starts at (0, 0)
+    held = [cute.size(static, mode=[i]) for i in range(2)]
+    return Places(
+        mine[0, 0][0],
+        mine[0, 0][1],
+        tuple(static[r, 0][0] for r in range(held[0])),
+        tuple(static[0, c][1] for c in range(held[1])),
+    )
+
+
+def as_operand(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator's registers as the A operand of a second MMA: 16 columns a k step."""
+    (pair, half, group), m, n = acc.layout.shape
+    (s_pair, s_half, s_group), s_m, s_n = acc.layout.stride
+    layout = cute.make_layout(
+        ((pair, half, 2), m, (group // 2, n)),
+        stride=((s_pair, s_half, s_group), s_m, (2 * s_group, s_n)),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def to_smem(acc: cute.Tensor, smem: cute.Tensor, mma: cute.TiledMma, thread: cute.Int32) -> None:
+    """Round an accumulator to the tile's type and write this thread's share with stmatrix.
+
+    The caller fences the async proxy and synchronises before a TMA store reads the tile.
+    """
+    op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4)
+    atom = cute.make_copy_atom(op, smem.element_type)
+    copy = cute.make_tiled_copy_C(atom, mma)
+    rounded = cute.make_rmem_tensor(acc.layout, smem.element_type)
+    rounded.store(acc.load().to(smem.element_type))
+    cute.copy(atom, copy.retile(rounded), copy.get_slice(thread).partition_D(smem))
+
+
+def instructions(rows: int, n: int, k: int, warpgroups: int) -> tuple[str, int]:
+    """The SASS mnemonic prefix of an rows x n x k product and how often one warpgroup issues it."""
+    return f"HGMMA.{ROWS}x{n}x16", (rows // (ROWS * warpgroups)) * (k // 16)

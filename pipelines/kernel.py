@@ -1,0 +1,196 @@
+"""A warp-specialised kernel: three tables and one method per role.
+
+    class Gemm(WarpSpecialized):
+        tiles  what lies in shared memory
+        rings  who hands which tiles to whom
+        roles  how many warps run which method, with how many registers
+
+From the tables follow the storage plan, the mbarriers with their counts, the register moves and
+which warps run what. A role's name is the name of its method,
+
+    @cute.jit
+    def consumer(self, io, smem, ports, thread): ...
+
+where `io` is the kernel's one argument (a frozen dataclass of TMA atoms, tensors and numbers),
+`smem` has a tensor per tile, `ports` has this role's end of each of its rings, and `thread` counts
+from 0 within the role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
+from cutlass.pipeline.sm90 import ImmutableResourceHandle
+
+from cutedsl_fa3.layouts import Buffer, SmemPlan, Tile
+
+from .barriers import Barriers
+from .ring import BARRIER_BYTES, Ring
+from .roles import Role, check_registers, first_warps, launch_registers, threads
+from .schedule import ScheduleError
+
+
+class WarpSpecialized:
+    """Base of kernels described by tables; subclasses set them, then write one method per role.
+
+    `aliases` lets one tile reuse the storage of another that is dead by then.
+    """
+
+    tiles: Mapping[str, Tile]
+    rings: Mapping[str, Ring]
+    roles: Mapping[str, Role]
+    barriers: Barriers = Barriers({})
+    aliases: Mapping[str, str] = {}
+    cluster: tuple[int, int] = (1, 1)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return threads(self.roles)
+
+    @property
+    def smem(self) -> SmemPlan:
+        """Where each tile and the mbarriers lie in shared memory."""
+        stages = {name: ring.stages for ring in self.rings.values() for name in ring.tiles}
+        buffers = [
+            Buffer(name, tile.bytes, stages=stages.get(name, 1), alias=self.aliases.get(name))
+            for name, tile in self.tiles.items()
+        ]
+        mbarriers = sum(ring.barrier_bytes for ring in self.rings.values())
+        return SmemPlan((*buffers, Buffer("mbarriers", mbarriers, align=BARRIER_BYTES)))
+
+    def check(self) -> None:
+        """Refuse tables that cannot run, before anything is compiled.
+
+        Raises:
+            ScheduleError: registers, unknown names. LayoutError: shared memory.
+        """
+        for name, ring in self.rings.items():
+            for tile in ring.tiles:
+                if tile not in self.tiles:
+                    raise ScheduleError(f"ring {name!r} carries {tile!r}, which is no tile")
+            for role in (ring.producer, ring.consumer):
+                if role not in self.roles:
+                    raise ScheduleError(f"ring {name!r} names {role!r}, which is no role")
+        for role in self.roles:
+            if not callable(getattr(self, role, None)):
+                raise ScheduleError(f"role {role!r} has no method {role}()")
+        check_registers(self.roles)
+        self.smem.check()
+
+    # Traced from here on.
+
+    def open_storage(self) -> tuple[SimpleNamespace, cute.Pointer]:
+        """A tensor per tile at its planned offset, and the address of the mbarriers."""
+        plan = self.smem
+        base = SmemAllocator().allocate(plan.total, byte_alignment=1024)
+        tensors = {}
+        for name, tile in self.tiles.items():
+            stages = next((r.stages for r in self.rings.values() if name in r.tiles), None)
+            tensors[name] = tile.tensor(base + plan.offset(name), stages)
+        return SimpleNamespace(**tensors), base + plan.offset("mbarriers")
+
+    def open_rings(self, mbarriers: cute.Pointer) -> dict[str, tuple]:
+        """The (producer, consumer) ends of every ring, ready for use by all threads."""
+        ends, offset = {}, 0
+        for name, ring in self.rings.items():
+            address = cute.recast_ptr(mbarriers + offset, dtype=cutlass.Int64)
+            pipeline = ring.open(address, self.tiles, self.roles, self.cluster)
+            ends[name] = pipeline.make_participants()
+            offset += ring.barrier_bytes
+        layout = cute.make_layout(self.cluster)
+        pipeline_init_arrive(cluster_shape_mn=layout, is_relaxed=True)
+        pipeline_init_wait(cluster_shape_mn=layout)
+        return ends
+
+    def ports(self, role: str, ends: dict[str, tuple]) -> SimpleNamespace:
+        """The ends of the rings that `role` produces into or consumes from."""
+        mine = {}
+        for name, ring in self.rings.items():
+            if ring.producer == role:
+                mine[name] = ends[name][0]
+            elif ring.consumer == role:
+                mine[name] = ends[name][1]
+        return SimpleNamespace(**mine)
+
+    def load(
+        self,
+        name: str,
+        source: tuple[cute.CopyAtom, cute.Tensor],
+        smem: cute.Tensor,
+        *,
+        row: int | cutlass.Int32 | None = None,
+        col: int | cutlass.Int32 | None = None,
+    ) -> Callable:
+        """A function copy(block, slot) that loads one tile by TMA into a ring's slot.
+
+        Give the index that stays: `row` to walk along columns, `col` to walk along rows. Where the
+        ring multicasts the tile, each CTA of the cluster copies its part into all of them.
+        """
+        atom, gmem = source
+        axis = next(r.multicast.get(name) for r in self.rings.values() if name in r.tiles)
+        parts = 1 if axis is None else self.cluster["mn".index(axis)]
+        part, mask = 0, None
+        if parts > 1:
+            here = cute.arch.block_in_cluster_idx()
+            part = here["mn".index(axis)]
+            mask = cpasync.create_tma_multicast_mask(
+                cute.make_layout((1, *self.cluster, 1)),
+                (0, here[0], here[1], 0),
+                mcast_mode=1 + "mn".index(axis),
+            )
+        from_gmem, to_smem = self.tiles[name].blocks(atom, gmem, smem, part, parts)
+
+        def copy(block: int | cutlass.Int32, slot: ImmutableResourceHandle) -> None:
+            at = (None, row, block) if row is not None else (None, block, col)
+            cute.copy(
+                atom,
+                from_gmem[at],
+                to_smem[None, slot.index],
+                tma_bar_ptr=slot.barrier,
+                mcast_mask=mask,
+            )
+
+        return copy
+
+    def store(
+        self,
+        tile: Tile,
+        target: tuple[cute.CopyAtom, cute.Tensor],
+        smem: cute.Tensor,
+        block: tuple[int | cutlass.Int32, int | cutlass.Int32],
+    ) -> None:
+        """Store one tile by TMA, from one warp; returns when its shared memory may be reused."""
+        atom, gmem = target
+        to_gmem, from_smem = tile.blocks(atom, gmem, smem)
+        cute.copy(atom, from_smem, to_gmem[(None, *block)])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def run_roles(self, io, smem, ends):
+        """Send every warp to the method of its role, with the role's registers."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        granted = launch_registers(self.threads)
+        for name, first in first_warps(self.roles).items():
+            role = self.roles[name]
+            if warp >= first and warp < first + role.warps:
+                if cutlass.const_expr(role.registers < granted):
+                    cute.arch.setmaxregister_decrease(role.registers)
+                else:
+                    cute.arch.setmaxregister_increase(role.registers)
+                getattr(self, name)(io, smem, self.ports(name, ends), thread - 32 * first)
+
+    @cute.kernel
+    def kernel(self, io):
+        """Open the storage and the rings, then run the roles."""
+        smem, mbarriers = self.open_storage()
+        ends = self.open_rings(mbarriers)
+        self.run_roles(io, smem, ends)

@@ -1,0 +1,87 @@
+"""A ring: tiles handed from one role to another through a few slots of shared memory.
+
+Each slot has two mbarriers. `full` counts bytes: the producer announces what its copies will write,
+the copy engine subtracts what it has written, and the phase flips at zero. `empty` counts arrivals:
+one per consumer warp that has read the slot.
+
+    producer                         slot                          consumer
+    wait empty, announce bytes  ->  [ full  ]  <- TMA complete_tx
+    TMA copies                      [ tiles ]  ->  wait full, WGMMA
+                                    [ empty ]  <-  one arrival a warp
+
+Both counts follow from the tables, so no number here can disagree with a copy or a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import cutlass.cute as cute
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
+
+from cutedsl_fa3.layouts import Tile
+
+from .roles import Role
+from .schedule import ScheduleError
+
+BARRIER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`tiles` that travel together from `producer` to `consumer` through `stages` slots.
+
+    `multicast` names the cluster axis ("m" or "n") along which CTAs share a tile: each copies its
+    part of it into all of them, so a slot is empty only when the consumers of all of them say so.
+    """
+
+    tiles: tuple[str, ...]
+    stages: int
+    producer: str = "producer"
+    consumer: str = "consumer"
+    multicast: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ScheduleError(f"ring {self.tiles}: stages = {self.stages}; 1 or more are needed")
+
+    def transaction_bytes(self, tiles: Mapping[str, Tile]) -> int:
+        """Bytes that fill one slot of one CTA."""
+        return sum(tiles[name].bytes for name in self.tiles)
+
+    def partners(self, cluster: tuple[int, int]) -> int:
+        """CTAs, this one included, whose producers write into one CTA's slot."""
+        along_m = cluster[0] if "m" in self.multicast.values() else 1
+        along_n = cluster[1] if "n" in self.multicast.values() else 1
+        return along_m + along_n - 1
+
+    def arrivals(self, roles: Mapping[str, Role], cluster: tuple[int, int]) -> int:
+        """Arrivals that empty a slot: a warp of the consumers signals each partner once."""
+        return roles[self.consumer].warps * self.partners(cluster)
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Shared memory of the full and empty mbarriers."""
+        return 2 * self.stages * BARRIER_BYTES
+
+    def open(
+        self,
+        barriers: cute.Pointer,
+        tiles: Mapping[str, Tile],
+        roles: Mapping[str, Role],
+        cluster: tuple[int, int] = (1, 1),
+    ) -> PipelineTmaAsync:
+        """Initialise the mbarriers (by one thread); the caller synchronises the CTA or cluster."""
+        axes = self.multicast.values()
+        sharing = ("n" in axes, "m" in axes) if axes else (True, True)
+        return PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=CooperativeGroup(Agent.Thread, self.arrivals(roles, cluster)),
+            tx_count=self.transaction_bytes(tiles),
+            cta_layout_vmnk=cute.make_layout((1, *cluster, 1)),
+            mcast_mode_mn=tuple(int(shared) for shared in sharing),
+            defer_sync=True,
+        )

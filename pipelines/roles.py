@@ -1,0 +1,106 @@
+"""Warp roles and their register budgets, as data.
+
+A CTA's warps are divided among roles in the order of the table; a role's name is the method that
+its warps run. `setmaxnreg` moves registers from the warpgroups that copy to those that multiply. It
+acts on whole warpgroups, in steps of 8 from 24 to 256, and it cannot create registers: a CTA owns
+what it was launched with, launch registers x threads. Asking for more does not fail, it waits for
+ever; so the sum is checked here.
+
+| consumers | TMA producer / consumer | cp.async producer / consumer |
+|-----------|-------------------------|------------------------------|
+| 1         | 56 / 256                |                              |
+| 2         | 24 / 240                | 40 / 232                     |
+| 3         | 32 / 160                |                              |
+
+Source: measured by FlashAttention-3 (its flash_fwd_kernel_sm90.h); the sums follow from the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .schedule import ScheduleError
+
+WARP = 32
+WARPS_PER_GROUP = 4
+REGISTER_FILE = 65536  # 32-bit registers of an SM; source: CUDA programming guide, capability 9.0
+MAX_PER_THREAD = 256
+
+# (producer, consumer) registers by number of consumer warpgroups.
+TMA_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+CP_ASYNC_BUDGETS = {2: (40, 232)}
+
+
+@dataclass(frozen=True)
+class Role:
+    """`warps` warps that run the method of this role's name with `registers` each.
+
+    Raises:
+        ScheduleError: part of a warpgroup, or registers that setmaxnreg does not take.
+    """
+
+    warps: int
+    registers: int
+
+    def __post_init__(self) -> None:
+        if self.warps < 1 or self.warps % WARPS_PER_GROUP:
+            raise ScheduleError(
+                f"role warps = {self.warps}: setmaxnreg and WGMMA act on whole warpgroups; "
+                f"use a multiple of {WARPS_PER_GROUP}"
+            )
+        if self.registers % 8 or not 24 <= self.registers <= MAX_PER_THREAD:
+            raise ScheduleError(
+                f"role registers = {self.registers}: setmaxnreg takes multiples of 8 "
+                f"from 24 to {MAX_PER_THREAD}"
+            )
+
+    @property
+    def threads(self) -> int:
+        """Threads of the role."""
+        return self.warps * WARP
+
+    @property
+    def warpgroups(self) -> int:
+        """Whole warpgroups of the role."""
+        return self.warps // WARPS_PER_GROUP
+
+
+def launch_registers(threads: int) -> int:
+    """Registers per thread that a launch of one CTA per SM can grant: whole steps of 8."""
+    return min(MAX_PER_THREAD, REGISTER_FILE // threads // 8 * 8)
+
+
+def threads(roles: Mapping[str, Role]) -> int:
+    """Threads of the CTA."""
+    return sum(role.threads for role in roles.values())
+
+
+def first_warps(roles: Mapping[str, Role]) -> dict[str, int]:
+    """The first warp of each role, in table order."""
+    starts, warp = {}, 0
+    for name, role in roles.items():
+        starts[name] = warp
+        warp += role.warps
+    return starts
+
+
+def check_registers(roles: Mapping[str, Role], launched: int | None = None) -> None:
+    """Refuse budgets whose sum exceeds what the launch grants.
+
+    `launched`: registers per thread of the compiled kernel; default: the most a launch can grant.
+
+    Raises:
+        ScheduleError: with both sums, by role.
+    """
+    count = threads(roles)
+    if count > 1024:
+        raise ScheduleError(f"roles: {count} threads; a CTA has at most 1024")
+    granted = launch_registers(count) if launched is None else launched
+    asked = sum(role.threads * role.registers for role in roles.values())
+    if asked > granted * count:
+        parts = " + ".join(f"{n} {r.threads} x {r.registers}" for n, r in roles.items())
+        raise ScheduleError(
+            f"role registers: {parts} = {asked} exceeds the launch's {count} threads x {granted} "
+            f"registers = {granted * count}; setmaxnreg would wait for ever"
+        )

@@ -1,0 +1,77 @@
+"""How a kernel's work is cut and overlapped: the numbers to measure, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Overlap = Literal["none", "pingpong", "intra", "both"]
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks a rule of the hardware or of the kernel; the message names it."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tile sizes, ring depth, consumer warpgroups and overlap.
+
+    `overlap`: "intra" issues the next tile's first product before the softmax of this one,
+    "pingpong" lets consumer warpgroups take turns on the tensor cores, "both" does both.
+    `cluster`: CTAs along (m, n) that share multicast loads. `head_group`: heads whose tiles are
+    interleaved so that their K and V stay in L2 (1: head after head).
+
+    Raises:
+        ScheduleError: a field outside its range, naming field, value and what is allowed.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    stages: int = 2
+    consumers: int = 2
+    overlap: Overlap = "both"
+    cluster: tuple[int, int] = (1, 1)
+    head_group: int = 8
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, field: str, allowed: str) -> None:
+            if not ok:
+                raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
+
+        need(self.stages in (1, 2, 3, 4), "stages", "1, 2, 3 or 4")
+        need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
+        need(self.overlap in get_args(Overlap), "overlap", f"one of {', '.join(get_args(Overlap))}")
+        need(
+            self.overlap in ("none", "intra") or self.consumers > 1,
+            "overlap",
+            "ping-pong needs 2 or 3 consumers to take turns; use 'intra' or 'none' with one",
+        )
+        need(self.tile_n % 16 == 0 and 16 <= self.tile_n <= 256, "tile_n", "16 to 256, by 16")
+        need(
+            self.tile_m % (64 * self.consumers) == 0 and self.tile_m > 0,
+            "tile_m",
+            f"a multiple of 64 rows for each of {self.consumers} consumers",
+        )
+        need(
+            len(self.cluster) == 2 and all(c in (1, 2, 4) for c in self.cluster)
+            and self.cluster[0] * self.cluster[1] <= 8,
+            "cluster",
+            "two extents of 1, 2 or 4 with a product of at most 8",
+        )
+        need(self.head_group >= 1, "head_group", "1 or more")
+
+    @property
+    def intra(self) -> bool:
+        """Whether the next tile's first product is issued before this tile's softmax."""
+        return self.overlap in ("intra", "both")
+
+    @property
+    def pingpong(self) -> bool:
+        """Whether consumer warpgroups take turns."""
+        return self.overlap in ("pingpong", "both")
+
+    def __str__(self) -> str:
+        return (
+            f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.consumers} consumer "
+            f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}"
+        )

@@ -1,0 +1,42 @@
+"""Which CTA computes which tile: one launch dimension, cut so that neighbours share K and V.
+
+CTAs start in the order of their index. Within a group of heads the last rows come first, because
+under causality they see the most keys and a long tile that starts late leaves the GPU waiting; the
+heads of a group alternate, so that what runs at one time reads few heads' K and V, which then stay
+in L2.
+
+    index:   0          1          2       ...
+    (m, h):  (last, 0)  (last, 1)  (last, 2) ... (last - 1, 0) ...      heads 0 .. group - 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+Int = TypeVar("Int")
+
+MAX_GRID = 2**31 - 1  # CTAs along x; source: CUDA programming guide, capability 9.0
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """Order of (m_block, head) tiles with `head_group` heads side by side, last rows first.
+
+    `head` counts heads of all batches: batch * heads + head. Works on Python and device integers.
+    """
+
+    head_group: int
+
+    def tiles(self, m_blocks: Int, heads: Int) -> Int:
+        """Number of tiles, which is the grid's x extent."""
+        return m_blocks * heads
+
+    def at(self, index: Int, m_blocks: Int, heads: Int, smaller: object = min) -> tuple[Int, Int]:
+        """The (m_block, head) of the CTA `index`; `smaller` is the minimum of two such integers."""
+        group = index // (m_blocks * self.head_group)
+        inside = index - group * m_blocks * self.head_group
+        first = group * self.head_group
+        width = smaller(heads - first, self.head_group)  # the last group may be narrower
+        row = inside // width
+        return m_blocks - 1 - row, first + inside - row * width
