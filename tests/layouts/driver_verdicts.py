@@ -48,7 +48,8 @@ def encode(tmap: TensorMap) -> bytes | None:
         tmap.rank,
         tmap.address,
         [driver.cuuint64_t(s) for s in tmap.shape],
-        [driver.cuuint64_t(s) for s in tmap.strides],
+        # A map of one dimension has no stride, yet the driver refuses a null pointer to none.
+        [driver.cuuint64_t(s) for s in tmap.strides or (0,)],
         [driver.cuuint32_t(b) for b in tmap.box],
         [driver.cuuint32_t(e) for e in tmap.steps],
         driver.CUtensorMapInterleave(INTERLEAVES.index(tmap.interleave)),
