@@ -37,7 +37,9 @@ class Integers(Protocol):
     def load(self, capture: int, indices: tuple[Any, ...]) -> Any: ...
 
 
-Interval = Callable[..., Range | None]  # (ints, *argument ranges) -> range, None if not known
+# (ints, *argument ranges) -> range. A divisor, a shift and the factor of a range are numbers of the
+# graph; two ends of a range are the same object where the value is one.
+Interval = Callable[..., Range]
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,6 @@ def _truncdiv(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.div(a, b, rounding_mode="trunc")
 
 
-def _positive(value: Range) -> int | None:
-    """The argument as a positive Python number, when it is one."""
-    low, high = value
-    return low if isinstance(low, int) and low is high and low > 0 else None
-
-
-def _number(value: Range) -> int | None:
-    low, high = value
-    return low if isinstance(low, int) and low is high else None
-
-
 def _i_add(ints: Integers, a: Range, b: Range) -> Range:
     return ints.add(a[0], b[0]), ints.add(a[1], b[1])
 
@@ -93,33 +84,26 @@ def _i_neg(ints: Integers, a: Range) -> Range:
     return ints.sub(0, a[1]), ints.sub(0, a[0])
 
 
-def _i_mul(ints: Integers, a: Range, b: Range) -> Range | None:
-    factor = _number(b)
-    if factor is None:
-        a, b = b, a
-        factor = _number(b)
-    if factor is None:
-        return None
-    low, high = ints.mul(a[0], factor), ints.mul(a[1], factor)
-    return (low, high) if factor >= 0 else (high, low)
+def _i_mul(ints: Integers, a: Range, b: Range) -> Range:
+    """A product of two single values, or of a range and a number of the graph."""
+    if a[0] is a[1] and b[0] is b[1]:
+        product = ints.mul(a[0], b[0])
+        return product, product
+    (low, high), factor = (a, b[0]) if b[0] is b[1] else (b, a[0])
+    ends = ints.mul(low, factor), ints.mul(high, factor)
+    return ends if factor >= 0 else ends[::-1]
 
 
-def _i_floordiv(ints: Integers, a: Range, b: Range) -> Range | None:
-    divisor = _positive(b)
-    if divisor is None:
-        return None
-    return ints.floordiv(a[0], divisor), ints.floordiv(a[1], divisor)
+def _i_floordiv(ints: Integers, a: Range, b: Range) -> Range:
+    return ints.floordiv(a[0], b[0]), ints.floordiv(a[1], b[0])
 
 
-def _i_mod(ints: Integers, a: Range, b: Range) -> Range | None:
-    divisor = _positive(b)
-    if divisor is None:
-        return None
-    first, last = ints.floordiv(a[0], divisor), ints.floordiv(a[1], divisor)
-    base = ints.mul(first, divisor)
+def _i_mod(ints: Integers, a: Range, b: Range) -> Range:
+    first, last = ints.floordiv(a[0], b[0]), ints.floordiv(a[1], b[0])
+    base = ints.mul(first, b[0])
     wraps = ints.less(first, last)
     low = ints.where(wraps, 0, ints.sub(a[0], base))
-    high = ints.where(wraps, divisor - 1, ints.sub(a[1], base))
+    high = ints.where(wraps, b[0] - 1, ints.sub(a[1], base))
     return low, high
 
 
@@ -138,14 +122,12 @@ def _i_abs(ints: Integers, a: Range) -> Range:
     return nearest, ints.maximum(ints.sub(0, low), high)
 
 
-def _i_shl(ints: Integers, a: Range, b: Range) -> Range | None:
-    count = _number(b)
-    return None if count is None else _i_mul(ints, a, (1 << count,) * 2)
+def _i_shl(ints: Integers, a: Range, b: Range) -> Range:
+    return _i_mul(ints, a, (1 << b[0],) * 2)
 
 
-def _i_shr(ints: Integers, a: Range, b: Range) -> Range | None:
-    count = _number(b)
-    return None if count is None else _i_floordiv(ints, a, (1 << count,) * 2)
+def _i_shr(ints: Integers, a: Range, b: Range) -> Range:
+    return _i_floordiv(ints, a, (1 << b[0],) * 2)
 
 
 _BOOL: tuple[DType, ...] = ("bool",)

@@ -97,7 +97,8 @@ def _pow(b: Builder, x: Value, exponent: Value) -> Value:
     if exponent != int(exponent) or abs(exponent) > LARGEST_POWER:
         raise VariantError(
             f"a power of {exponent!r} is not supported; valid are integers from "
-            f"-{LARGEST_POWER} to {LARGEST_POWER}, 0.5 and -0.5 (else torch.exp2(exponent * torch.log2(x)))"
+            f"-{LARGEST_POWER} to {LARGEST_POWER}, 0.5 and -0.5; "
+            "else write torch.exp2(exponent * torch.log2(x))"
         )
     if b.dtype(x) == "int" and (exponent < 0 or isinstance(exponent, float)):
         x = b.convert(x, "float")
