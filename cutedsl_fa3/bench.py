@@ -8,6 +8,7 @@ is the same with a window long enough to reach the card's power limit.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -20,10 +21,9 @@ import torch
 from . import reference
 from .named import Lengths, Named, named, visible_pairs
 from .peers import OURS, PROVIDERS, Call, Inputs, Provider
+from .problem import DTYPES
 from .record import Row
 from .variant import Variant
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ def check(inputs: Inputs, call: Call, seed: int = 0) -> None:
     for _ in range(4):
         batch, head = picker.randrange(shape[0]), picker.randrange(shape[2])
         rows = sampled_rows(shape[1], picker)
-        exact = rows_of_reference(inputs, batch, head, rows, torch.float64)
-        rounded = rows_of_reference(inputs, batch, head, rows, inputs.q.dtype)
+        exact = exact_rows(inputs, batch, head, rows)
+        rounded = rounded_rows(inputs, batch, head, rows)
         found = out[batch, rows, head].double()
         error = (found - exact).abs().max().item()
         allowed = 2 * (rounded.double() - exact).abs().max().item()
@@ -289,20 +289,41 @@ def sampled_rows(seqlen_q: int, picker: random.Random, count: int = 62) -> list[
     return sorted({0, seqlen_q - 1, *picker.sample(between, min(count, len(between)))})
 
 
-def rows_of_reference(
-    inputs: Inputs, batch: int, head: int, rows: list[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """Chosen query rows of one head, by the reference: the variant sees their true indices.
+def _of_head(
+    inputs: Inputs, batch: int, head: int, rows: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Chosen query rows of one head, with its keys and values, as (1, seqlen, 1, head_dim)."""
+    kv_head = head // (inputs.q.shape[2] // inputs.k.shape[2])
+    one, of_keys = slice(batch, batch + 1), slice(kv_head, kv_head + 1)
+    q = inputs.q[one, rows, head : head + 1]
+    return q, inputs.k[one, :, of_keys], inputs.v[one, :, of_keys]
+
+
+def exact_rows(inputs: Inputs, batch: int, head: int, rows: list[int]) -> torch.Tensor:
+    """Chosen query rows of one head by the reference in fp64; the variant sees true indices.
 
     Shape: (len(rows), head_dim_v).
     """
-    kv_head = head // (inputs.q.shape[2] // inputs.k.shape[2])
-    q = inputs.q[batch : batch + 1, rows, head : head + 1]
-    k = inputs.k[batch : batch + 1, :, kv_head : kv_head + 1]
-    v = inputs.v[batch : batch + 1, :, kv_head : kv_head + 1]
     indices = torch.tensor(rows, dtype=torch.int32, device=inputs.q.device)
     variant = at_indices(inputs.named, batch, head, indices)
-    return reference.attention(q.to(dtype), k.to(dtype), v.to(dtype), variant)[0, :, 0]
+    q, k, v = _of_head(inputs, batch, head, rows)
+    return reference.attention(q, k, v, variant, dtype=torch.float64)[0, :, 0]
+
+
+def rounded_rows(inputs: Inputs, batch: int, head: int, rows: list[int]) -> torch.Tensor:
+    """The same rows as plain torch gives them at the input dtype: its rounding is the yardstick.
+
+    Shape: (len(rows), head_dim_v).
+    """
+    q, k, v = (x[0, :, 0] for x in _of_head(inputs, batch, head, rows))
+    i = torch.tensor(rows, device=q.device)[:, None]
+    j = torch.arange(k.shape[0], device=q.device)
+    scores = (q @ k.T).float() / math.sqrt(q.shape[1])
+    if inputs.named.score is not None:
+        scores = inputs.named.score(scores, batch, head, i, j)
+    if inputs.named.mask is not None:
+        scores = scores.masked_fill(~inputs.named.mask(batch, head, i, j), -math.inf)
+    return torch.softmax(scores, -1).nan_to_num(0.0).to(v.dtype) @ v
 
 
 def at_indices(chosen: Named, batch: int, head: int, rows: torch.Tensor) -> Variant:

@@ -37,9 +37,10 @@ def chosen_plan(
     overlap: Annotated[str | None, typer.Option(help="none, pingpong, intra or both.")] = None,
 ) -> Any:
     """The plan that the shared options describe; an option left out keeps the schedule's choice."""
-    from .interface import default_schedule
     from .named import Lengths, named
-    from .plan import Plan, Problem
+    from .plan import Plan
+    from .problem import Problem
+    from .schedules import default_schedule
 
     problem = Problem(dtype, head_dim, head_dim, heads, kv_heads or heads)
     traced = named(variant, Lengths(heads, seqlen, seqlen)).variant

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import masks
+from . import masks, scores
 from .variant import Variant
 
 
@@ -116,9 +116,7 @@ def _alibi(name: str, lengths: Lengths) -> Named:
 
 
 def _softcap(name: str, lengths: Lengths, cap: float) -> Named:
-    def score(s, b, h, q, k):
-        return cap * torch.tanh(s / cap)
-
+    score = scores.softcap(cap)
     return Named(
         name,
         Variant(score=score, mask=masks.causal),
