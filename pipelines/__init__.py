@@ -1,7 +1,7 @@
 """Who does what when: rings, roles, named barriers, schedules, and the kernel made of them."""
 
 from .barriers import Barrier, Barriers, Turns
-from .expect import Expect
+from .expect import Expect, exactly
 from .kernel import WarpSpecialized
 from .ring import Ring
 from .roles import CP_ASYNC_BUDGETS, TMA_BUDGETS, Role, check_registers, launch_registers
@@ -24,5 +24,6 @@ __all__ = [
     "Turns",
     "WarpSpecialized",
     "check_registers",
+    "exactly",
     "launch_registers",
 ]

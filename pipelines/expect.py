@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,3 +29,13 @@ class Expect:
     def __str__(self) -> str:
         amount = self.rule if self.rule == "none" else f"{self.rule} {self.count}"
         return f"{self.opcode}: {amount} ({self.why})"
+
+
+def exactly(opcode: str, counts: Mapping[str, int], what: str) -> Expect:
+    """The sum of `counts`, which say by table entry where each comes from; "none" where 0."""
+    total = sum(counts.values())
+    if total == 0:
+        return Expect(opcode, "none", 0, f"{what} nothing")
+    return Expect(
+        opcode, "exactly", total, f"{what} {', '.join(f'{n} ({c})' for n, c in counts.items())}"
+    )

@@ -19,18 +19,19 @@ from 0 within the role.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
+from cutedsl_fa3.layouts import Buffer, SmemPlan, Tile
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.pipeline.sm90 import ImmutableResourceHandle
 
-from cutedsl_fa3.layouts import Buffer, SmemPlan, Tile
-
 from .barriers import Barriers
+from .expect import Expect, exactly
 from .ring import BARRIER_BYTES, Ring
 from .roles import Role, check_registers, first_warps, launch_registers, threads
 from .schedule import ScheduleError
@@ -84,6 +85,48 @@ class WarpSpecialized:
         check_registers(self.roles)
         self.smem.check()
 
+    def common_expectations(
+        self, loads: Mapping[str, int], stores: Mapping[str, Tile], rank: int = 2
+    ) -> tuple[Expect, ...]:
+        """What tiles, rings and roles promise about the machine code, whatever is multiplied.
+
+        `loads`: in how many places of the code each tile is loaded; the body of a loop is one, so
+        a loop with loads says `unroll=1`. `stores`: the tile of each TMA store, by a name to
+        report. `rank`: dimensions of the tensors in global memory. A kernel adds its products:
+
+            def expected(self):
+                common = self.common_expectations({"a": 1, "b": 1}, {"c": self.tiles["c"]})
+                opcode, count = wgmma.instructions(...)
+                return (*common, Expect(opcode, "exactly", count, "one product a slot"))
+        """
+        copies = {name: sites * self.share(name).copies for name, sites in loads.items()}
+        shared = {name: count for name, count in copies.items() if self.parts(name) > 1}
+        inits = {name: 2 * ring.stages for name, ring in self.rings.items()}
+        written = {name: tile.copies for name, tile in stores.items()}
+        granted = launch_registers(self.threads)
+        budgets = {n: r.registers for n, r in self.roles.items() if r.registers is not None}
+        fewer = {name: 1 for name, registers in budgets.items() if registers < granted}
+        more = {name: 1 for name in budgets if name not in fewer}
+        return (
+            exactly("UTMALDG", copies, "TMA boxes of"),
+            exactly(f"UTMALDG.{rank}D.MULTICAST", shared, "boxes shared in the cluster, of"),
+            exactly("UTMASTG", written, "TMA boxes of"),
+            Expect("ELECT", "at least", 1, "one thread issues a TMA copy"),
+            exactly("SYNCS.EXCH.64", inits, "full and empty mbarriers of ring"),
+            exactly("USETMAXREG.DEALLOC", fewer, f"fewer than the launch's {granted}:"),
+            exactly("USETMAXREG.TRY_ALLOC", more, f"the launch's {granted} or more:"),
+        )
+
+    def parts(self, tile: str) -> int:
+        """CTAs that share the loads of `tile`: each copies that fraction of its rows."""
+        axis = next((r.multicast.get(tile) for r in self.rings.values() if tile in r.tiles), None)
+        return 1 if axis is None else self.cluster["mn".index(axis)]
+
+    def share(self, tile: str) -> Tile:
+        """The rows of `tile` that one CTA loads."""
+        whole = self.tiles[tile]
+        return replace(whole, rows=whole.rows // self.parts(tile))
+
     # Traced from here on.
 
     def open_storage(self) -> tuple[SimpleNamespace, cute.Pointer]:
@@ -135,8 +178,7 @@ class WarpSpecialized:
         """
         atom, gmem = source
         axis = next(r.multicast.get(name) for r in self.rings.values() if name in r.tiles)
-        parts = 1 if axis is None else self.cluster["mn".index(axis)]
-        part, mask = 0, None
+        parts, part, mask = self.parts(name), 0, None
         if parts > 1:
             here = cute.arch.block_in_cluster_idx()
             part = here["mn".index(axis)]
@@ -182,10 +224,11 @@ class WarpSpecialized:
         for name, first in first_warps(self.roles).items():
             role = self.roles[name]
             if warp >= first and warp < first + role.warps:
-                if cutlass.const_expr(role.registers < granted):
-                    cute.arch.setmaxregister_decrease(role.registers)
-                else:
-                    cute.arch.setmaxregister_increase(role.registers)
+                if cutlass.const_expr(role.registers is not None):
+                    if cutlass.const_expr(role.registers < granted):
+                        cute.arch.setmaxregister_decrease(role.registers)
+                    else:
+                        cute.arch.setmaxregister_increase(role.registers)
                 getattr(self, name)(io, smem, self.ports(name, ends), thread - 32 * first)
 
     @cute.kernel

@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import cutlass.cute as cute
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
-
 from cutedsl_fa3.layouts import Tile
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
 from .roles import Role
 from .schedule import ScheduleError

@@ -12,6 +12,9 @@ ever; so the sum is checked here.
 | 2         | 24 / 240                | 40 / 232                     |
 | 3         | 32 / 160                |                              |
 
+Without a number a role keeps the registers it was launched with and may have any number of warps:
+so it is where accumulators lie in tensor memory.
+
 Source: measured by FlashAttention-3 (its flash_fwd_kernel_sm90.h); the sums follow from the rule.
 """
 
@@ -36,18 +39,25 @@ CP_ASYNC_BUDGETS = {2: (40, 232)}
 class Role:
     """`warps` warps that run the method of this role's name with `registers` each.
 
+    Without `registers` the role keeps those of the launch, and setmaxnreg is not used.
+
     Raises:
-        ScheduleError: part of a warpgroup, or registers that setmaxnreg does not take.
+        ScheduleError: no warps, or registers that setmaxnreg does not take, or takes only for
+        whole warpgroups.
     """
 
     warps: int
-    registers: int
+    registers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.warps < 1 or self.warps % WARPS_PER_GROUP:
+        if self.warps < 1:
+            raise ScheduleError(f"role warps = {self.warps}: 1 or more are needed")
+        if self.registers is None:
+            return
+        if self.warps % WARPS_PER_GROUP:
             raise ScheduleError(
-                f"role warps = {self.warps}: setmaxnreg and WGMMA act on whole warpgroups; "
-                f"use a multiple of {WARPS_PER_GROUP}"
+                f"role warps = {self.warps}: setmaxnreg acts on whole warpgroups; use a multiple "
+                f"of {WARPS_PER_GROUP}, or leave registers out"
             )
         if self.registers % 8 or not 24 <= self.registers <= MAX_PER_THREAD:
             raise ScheduleError(
@@ -62,7 +72,7 @@ class Role:
 
     @property
     def warpgroups(self) -> int:
-        """Whole warpgroups of the role."""
+        """Whole warpgroups of the role; 0 for fewer than four warps."""
         return self.warps // WARPS_PER_GROUP
 
 
@@ -91,15 +101,22 @@ def check_registers(roles: Mapping[str, Role], launched: int | None = None) -> N
     `launched`: registers per thread of the compiled kernel; default: the most a launch can grant.
 
     Raises:
-        ScheduleError: with both sums, by role.
+        ScheduleError: with both sums, by role; or a role with a budget that shares a warpgroup.
     """
     count = threads(roles)
     if count > 1024:
         raise ScheduleError(f"roles: {count} threads; a CTA has at most 1024")
     granted = launch_registers(count) if launched is None else launched
-    asked = sum(role.threads * role.registers for role in roles.values())
+    for name, first in first_warps(roles).items():
+        if roles[name].registers is not None and first % WARPS_PER_GROUP:
+            raise ScheduleError(
+                f"role {name!r} begins at warp {first}: setmaxnreg acts on whole warpgroups; put "
+                "the roles that have registers first"
+            )
+    budgets = {name: role.registers or granted for name, role in roles.items()}
+    asked = sum(role.threads * budgets[name] for name, role in roles.items())
     if asked > granted * count:
-        parts = " + ".join(f"{n} {r.threads} x {r.registers}" for n, r in roles.items())
+        parts = " + ".join(f"{n} {r.threads} x {budgets[n]}" for n, r in roles.items())
         raise ScheduleError(
             f"role registers: {parts} = {asked} exceeds the launch's {count} threads x {granted} "
             f"registers = {granted * count}; setmaxnreg would wait for ever"

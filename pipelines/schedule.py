@@ -53,7 +53,8 @@ class Schedule:
             f"a multiple of 64 rows for each of {self.consumers} consumers",
         )
         need(
-            len(self.cluster) == 2 and all(c in (1, 2, 4) for c in self.cluster)
+            len(self.cluster) == 2
+            and all(c in (1, 2, 4) for c in self.cluster)
             and self.cluster[0] * self.cluster[1] <= 8,
             "cluster",
             "two extents of 1, 2 or 4 with a product of at most 8",

@@ -21,6 +21,7 @@ from cutedsl_fa3.pipelines import (
     TMA_BUDGETS,
     Barrier,
     Barriers,
+    Expect,
     Ring,
     Role,
     Schedule,
@@ -72,6 +73,15 @@ class GemmSm90(WarpSpecialized):
         """Everything that affects the code."""
         return f"{self.name} {self.dtype.__name__} {self.schedule}"
 
+    def expected(self) -> tuple[Expect, ...]:
+        """What the tables promise about the machine code: one load and two products a k tile."""
+        s = self.schedule
+        opcode, count = wgmma.instructions(s.tile_m, s.tile_n, self.tile_k, s.consumers)
+        return (
+            *self.common_expectations({"a": 1, "b": 1}, {"c": self.tiles["c"]}),
+            Expect(opcode, "exactly", 2 * count, "the first k tile, and the loop over the others"),
+        )
+
     def fake_args(self) -> tuple:
         """(a, b, c, stream) of any size with rows of 16-byte multiples."""
 
@@ -108,7 +118,7 @@ class GemmSm90(WarpSpecialized):
         load_b = self.load("b", io.b, smem.b, row=n_block)
         ring = ports.ab
         if thread < 32:
-            for k in cutlass.range(cute.ceil_div(io.a[1].shape[1], self.tile_k)):
+            for k in cutlass.range(cute.ceil_div(io.a[1].shape[1], self.tile_k), unroll=1):
                 slot = ring.acquire_and_advance()
                 load_a(k, slot)
                 load_b(k, slot)
