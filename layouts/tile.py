@@ -73,7 +73,7 @@ class Tile:
     def box(self) -> tuple[int, int]:
         """Elements (cols, rows) that one TMA instruction copies, innermost first."""
         split = -(-self.rows // MAX_BOX)
-        while self.rows % split or (self.rows // split) % ATOM_ROWS:
+        while self.rows % split:
             split += 1
         return min(self.cols, self.swizzle.span * 8 // self.dtype.width), self.rows // split
 
