@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class _Projection:
         self.nodes = () if mask is None else mask.nodes
         self.tile = tile
         self.ints = ints
+        self._offsets: dict[Linear, Any] = {}
         self._values: dict[tuple[int, int, int], tuple[Range, Range]] = {}
 
     def union(self, formula: Formula) -> KeySet:
@@ -88,8 +90,8 @@ class _Projection:
         while len(middles) > MOST_MIDDLES:
             middles.append(self.hull(middles.pop(), middles.pop()))
         return KeySet(
-            left=_folded(self.ints.maximum, lefts),
-            right=_folded(self.ints.minimum, rights),
+            left=reduce(self.ints.maximum, lefts) if lefts else None,
+            right=reduce(self.ints.minimum, rights) if rights else None,
             middles=tuple(middles),
         )
 
@@ -117,8 +119,8 @@ class _Projection:
             there = [c for c in on_keys if (c.anchor, c.divisor) == anchor]
             first, last, some = self.anchored(there, rows)
             met = ints.and_(met, some)
-            low = first if low is None or first is None else ints.maximum(low, first)
-            high = last if high is None or last is None else ints.minimum(high, last)
+            low = _joined(ints.maximum, low, first)
+            high = _joined(ints.minimum, high, last)
         return self.guarded(low, high, met)
 
     def rows(self, bounds: Sequence[Bound]) -> tuple[Range, Any]:
@@ -139,9 +141,8 @@ class _Projection:
         ints = self.ints
         ends: dict[str, Any] = {"low": None, "high": None}
         for bound in bounds:
-            offset, old = self.uniform(bound.offset), ends[bound.side]
             tighter = ints.maximum if bound.side == "low" else ints.minimum
-            ends[bound.side] = offset if old is None else tighter(old, offset)
+            ends[bound.side] = _joined(tighter, ends[bound.side], self.uniform(bound.offset))
         low, high = ends["low"], ends["high"]
         some = True
         if low is not None and high is not None and not _ordered(bounds):
@@ -174,7 +175,10 @@ class _Projection:
 
     def uniform(self, value: Linear) -> Any:
         """A sum that is the same for the whole tile."""
-        return self.total(Linear(value.terms, _clamped(value.const)), self.tile[:2])[0]
+        if value not in self._offsets:
+            clamped = Linear(value.terms, _clamped(value.const))
+            self._offsets[value] = self.total(clamped, self.tile[:2])[0]
+        return self._offsets[value]
 
     def total(self, value: Linear, rows: Range) -> Range:
         """The range of a sum over rows; one object twice where it has one value."""
@@ -249,11 +253,9 @@ def _clamped(number: int) -> int:
     return max(-LARGEST, min(LARGEST, number))
 
 
-def _folded(join: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
-    total = None
-    for value in values:
-        total = value if total is None else join(total, value)
-    return total
+def _joined(join: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """Of two ends of which None is no end."""
+    return a if b is None else b if a is None else join(a, b)
 
 
 def _ordered(bounds: Sequence[Bound]) -> bool:
@@ -333,7 +335,6 @@ class _Tiles:
         self.seqlen_k = seqlen_k
         self.ints = ints
         self.whole = ints.floordiv(seqlen_k, tile_n)  # tiles inside the sequence
-        self.all = self.above(seqlen_k)
 
     def above(self, key: Any) -> Any:
         """The first tile that lies at or after this key with all of its own."""

@@ -143,7 +143,9 @@ def _clamp(b: Builder, x: Value, min: Value | None = None, max: Value | None = N
     return x if max is None else b.emit("minimum", x, max)
 
 
-def _relu(b: Builder, x: Value) -> Value:
+def _relu(b: Builder, x: Value, *, inplace: bool = False) -> Value:
+    if inplace:
+        raise VariantError("inplace=True changes a value in place; leave it out")
     return b.emit("maximum", x, b.convert(0, b.dtype(x)))
 
 

@@ -327,13 +327,17 @@ def _condition(inner):
     )
 
 
-MASKS = st.recursive(COMPARISONS | FAMILIES.map(lambda m: m), _condition, max_leaves=4)
+MASKS = st.recursive(
+    COMPARISONS | FAMILIES.map(lambda m: lambda *x: m(*x) & (x[3] == x[3])),
+    _condition,
+    max_leaves=4,
+)
 
 
 @given(mask=MASKS, tile=tiles(40), tile_n=st.sampled_from([1, 8, 32]))
 @settings(max_examples=500, deadline=None)
 def test_random_masks_are_sound_and_their_runs_are_whole(mask, tile, tile_n):
-    variant = Variant(mask=lambda b, h, q, k: mask(b, h, q, k) & True)
+    variant = Variant(mask=mask)
     check_sound(variant, tile)
     check_runs(variant, tile, tile_n)
     check_opaque(variant, tile, tile_n)
@@ -385,10 +389,10 @@ def test_rows_before_the_first_key_visit_nothing():
 @pytest.mark.parametrize(
     ("mask", "most_operations", "partial", "full"),
     [
-        (masks.full, 4, 1, 1),
-        (masks.causal, 18, 1, 1),
+        (masks.full, 6, 1, 1),
+        (masks.causal, 15, 1, 1),
         (masks.window(511, 0), 32, 2, 1),
-        (masks.prefix(100), 12, 1, 1),
+        (masks.prefix(100), 9, 1, 1),
     ],
 )
 def test_common_masks_cost_few_operations_and_few_runs(mask, most_operations, partial, full):

@@ -1,0 +1,165 @@
+"""Attention in plain torch from the same Variant: dense, exact, as precise as asked for.
+
+It is the oracle that kernels are tested against, so it shares nothing with them but the graph of
+the variant. Memory stays bounded by working through a few rows and heads at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from cutedsl_fa3.variant import Variant
+from cutedsl_fa3.variant.evaluate import evaluate
+
+SCORES_AT_ONCE = 1 << 24  # elements of one block of scores: 128 MiB in float64, held a few times
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | None = None,
+    *,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The attention output, computed and returned in `dtype`.
+
+    Shape: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim),
+        v (batch, seqlen_k, kv_heads, head_dim_v) -> (batch, seqlen_q, heads, head_dim_v).
+    Units: scale is natural and defaults to 1 / sqrt(head_dim).
+    Raises: ValueError for shapes or dtypes that do not fit together.
+    """
+    return attention_with_lse(q, k, v, variant, scale=scale, dtype=dtype)[0]
+
+
+def attention_with_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | None = None,
+    *,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention output and the log of each row's sum of exponentials.
+
+    A row that sees no key has output 0 and LSE -inf. NaN and infinities in a key or value reach the
+    rows that see it, and no others.
+
+    Shape: as `attention`; LSE (batch, heads, seqlen_q), natural logarithm, in `dtype`.
+    Raises: ValueError for shapes or dtypes that do not fit together.
+    """
+    _check(q, k, v, dtype)
+    variant = Variant() if variant is None else variant
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    batch, seqlen_q, heads, _ = q.shape
+    out = torch.zeros(batch, seqlen_q, heads, v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=dtype, device=q.device)
+    if k.shape[1] == 0:
+        return out, lse
+    group = heads // k.shape[2] if heads else 1
+    for b, head, rows in _blocks(batch, heads, seqlen_q, k.shape[1]):
+        keys, values = (x[b, :, [h // group for h in head]].to(dtype) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[b, rows][:, head].to(dtype), keys) * scale
+        positions = _positions(b, head, rows, seqlen_q, k.shape[1], q.device)
+        scores = _varied(variant, scores, positions)
+        o, l = _softmax(scores, values)
+        out[b, rows, head.start : head.stop] = o.transpose(0, 1)
+        lse[b, head.start : head.stop, rows] = l
+    return out, lse
+
+
+def _blocks(
+    batch: int, heads: int, seqlen_q: int, seqlen_k: int
+) -> Iterator[tuple[int, range, slice]]:
+    """Batch entry, heads and rows of pieces whose scores fit SCORES_AT_ONCE."""
+    rows = max(1, min(seqlen_q, SCORES_AT_ONCE // seqlen_k))
+    together = max(1, SCORES_AT_ONCE // (rows * seqlen_k))
+    for b in range(batch):
+        for h in range(0, heads, together):
+            for row in range(0, seqlen_q, rows):
+                end = min(row + rows, seqlen_q)
+                yield b, range(h, min(h + together, heads)), slice(row, end)
+
+
+def _positions(
+    b: int, heads: range, rows: slice, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> dict[str, torch.Tensor | int]:
+    """The inputs of a graph for scores (heads, rows, keys), without the score."""
+    return {
+        "b": b,
+        "h": torch.arange(heads.start, heads.stop, device=device)[:, None, None],
+        "q": torch.arange(rows.start, rows.stop, device=device)[:, None],
+        "k": torch.arange(seqlen_k, device=device),
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+    }
+
+
+def _varied(
+    variant: Variant, scores: torch.Tensor, positions: dict[str, torch.Tensor | int]
+) -> torch.Tensor:
+    """Scores after the variant: changed by its score, -inf where its mask hides the key."""
+    visible = torch.ones((), dtype=torch.bool, device=scores.device)
+    if variant.mask is not None:
+        visible = evaluate(variant.mask, positions, variant.captures)
+    if variant.score is not None:
+        inputs = {"score": scores, **positions}
+        changed = evaluate(
+            variant.score, inputs, variant.captures, dtype=scores.dtype, visible=visible
+        )
+        scores = torch.broadcast_to(changed, scores.shape)
+    return torch.where(visible, scores, -math.inf)
+
+
+def _softmax(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE; a weight of exactly 0 takes no part, whatever its value holds."""
+    row_max = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - row_max.masked_fill(row_max == -math.inf, 0))
+    row_sum = weights.sum(-1, keepdim=True)
+    lse = (row_max + torch.log(row_sum)).squeeze(-1)
+    finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    out = torch.einsum("hqk,khd->hqd", weights, finite)
+    if not torch.equal(finite, values):
+        seen = (scores != -math.inf).to(values.dtype)
+        for kind in (values.isnan(), values == math.inf, values == -math.inf):
+            hits = torch.einsum("hqk,khd->hqd", seen, kind.to(values.dtype)) > 0
+            extreme = values[kind][:1].sum() if kind.any() else 0.0
+            out = torch.where(hits, out + extreme, out)
+    empty = row_sum == 0
+    return torch.where(empty, 0.0, out / torch.where(empty, 1.0, row_sum)), lse
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; valid are 4 dimensions "
+                "(batch, seqlen, heads, head_dim)"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}; valid are floating point dtypes")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}; valid is q's device, {q.device}")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype is {dtype}; valid are torch.float32 and torch.float64")
+    rules = (
+        ("k", "batch", k.shape[0], q.shape[0], "q's"),
+        ("v", "batch", v.shape[0], q.shape[0], "q's"),
+        ("v", "seqlen_k", v.shape[1], k.shape[1], "k's"),
+        ("v", "kv_heads", v.shape[2], k.shape[2], "k's"),
+        ("k", "head_dim", k.shape[3], q.shape[3], "q's"),
+    )
+    for name, what, given, needed, whose in rules:
+        if given != needed:
+            raise ValueError(f"{name} has {what} {given}; valid is {whose} {what}, {needed}")
+    if q.shape[3] == 0:
+        raise ValueError("q has head_dim 0; valid is at least 1")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k has {k.shape[2]}; valid are kv_heads that divide heads"
+        )
