@@ -75,7 +75,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Grid:
-    """Which cases a run measures: every combination at a constant number of tokens and width."""
+    """Which cases a run measures: every combination at a constant number of tokens and width.
+
+    `hidden` is heads x head_dim; `group` query heads share a key head.
+    """
 
     variants: tuple[str, ...] = ("full", "causal")
     dtypes: tuple[str, ...] = ("bf16",)
@@ -83,6 +86,7 @@ class Grid:
     seqlens: tuple[int, ...] = (1024, 4096, 8192, 16384)
     tokens: int = 16384
     hidden: int = 2048
+    group: int = 1
 
     def cases(self) -> list[Case]:
         """The cases, sequences longer than `tokens` as a batch of one.
@@ -95,7 +99,10 @@ class Grid:
             if dtype not in DTYPES:
                 raise ValueError(f"dtype {dtype!r} is unknown; known: {', '.join(DTYPES)}")
             heads, batch = self.hidden // head_dim, max(1, self.tokens // seqlen)
-            case = Case(variant, dtype, head_dim, head_dim, seqlen, seqlen, batch, heads, heads)
+            if heads % self.group:
+                raise ValueError(f"group = {self.group} must divide the {heads} query heads")
+            sizes = (head_dim, head_dim, seqlen, seqlen, batch, heads, heads // self.group)
+            case = Case(variant, dtype, *sizes)
             named(variant, case.lengths())
             cases.append(case)
         return cases

@@ -27,23 +27,24 @@ def chosen_plan(
     ] = "causal",
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     head_dim: Annotated[int, typer.Option(help="64 or 128.")] = 128,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads; default: as many.")] = None,
-    seqlen: Annotated[int, typer.Option(help="Queries and keys (the kernel takes any).")] = 8192,
+    head_dim_v: Annotated[int | None, typer.Option(help="Of V and O, if not head_dim.")] = None,
     tile_m: Annotated[int | None, typer.Option(help="Queries of a tile.")] = None,
     tile_n: Annotated[int | None, typer.Option(help="Keys of a tile.")] = None,
     stages: Annotated[int | None, typer.Option(help="Depth of the K and V rings.")] = None,
     consumers: Annotated[int | None, typer.Option(help="Consumer warpgroups.")] = None,
     overlap: Annotated[str | None, typer.Option(help="none, pingpong, intra or both.")] = None,
 ) -> Any:
-    """The plan that the shared options describe; an option left out keeps the schedule's choice."""
+    """The plan that the shared options describe, for any lengths, batch and number of heads.
+
+    An option left out keeps the measured schedule's choice.
+    """
     from .named import Lengths, named
-    from .plan import Plan
+    from .plans import Plan
     from .problem import Problem
     from .schedules import default_schedule
 
-    problem = Problem(dtype, head_dim, head_dim, heads, kv_heads or heads)
-    traced = named(variant, Lengths(heads, seqlen, seqlen)).variant
+    problem = Problem(dtype, head_dim, head_dim_v or head_dim)
+    traced = named(variant, Lengths(heads=1, seqlen_q=1, seqlen_k=1)).variant  # sizes stay dynamic
     asked = {
         "tile_m": tile_m,
         "tile_n": tile_n,
@@ -80,10 +81,8 @@ def planned(action: Callable[..., None]) -> Callable[..., None]:
 def _compiled(plan: Any) -> tuple[Any, Any]:
     """The plan's kernel and its machine code, from the cache or compiled now."""
     from . import cache
-    from .kernels.sm90.forward import ForwardSm90
 
-    kernel = ForwardSm90(plan)
-    return kernel, cache.get(kernel)
+    return plan.kernel, cache.get(plan.kernel)
 
 
 @app.command("plan")
@@ -141,6 +140,7 @@ def run_bench(
     seqlens: Annotated[str, typer.Option(help="Lengths, by comma.")] = "1024,4096,8192,16384",
     tokens: Annotated[int, typer.Option(help="Tokens of all sequences together.")] = 16384,
     hidden: Annotated[int, typer.Option(help="heads x head_dim.")] = 2048,
+    group: Annotated[int, typer.Option(help="Query heads that share a key head.")] = 1,
     rounds: Annotated[int | None, typer.Option(help="Rounds, each in an order of its own.")] = None,
     sustained: Annotated[
         bool, typer.Option(help="Long windows at the power limit instead of bursts.")
@@ -175,6 +175,7 @@ def run_bench(
             seqlens=tuple(map(int, seqlens.split(","))),
             tokens=tokens,
             hidden=hidden,
+            group=group,
         )
         chosen = bench.chosen_providers(providers.split(","))
         cases = grid.cases()

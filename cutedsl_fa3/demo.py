@@ -11,7 +11,6 @@ from . import cache
 from .audit import audit
 from .bench import BURST, Case, NoDevice, check, require_gpu, take_turns
 from .interface import plan
-from .kernels.sm90.forward import ForwardSm90
 from .peers import OURS, PROVIDERS, Call, Inputs
 
 CASE = Case(
@@ -34,10 +33,9 @@ def main() -> bool:
     _title("The plan, before anything is compiled")
     print(planned)
 
-    kernel = ForwardSm90(planned)
-    compiled = cache.get(kernel)
+    compiled = cache.get(planned.kernel)
     _title(f"The machine code: {len(compiled.cubin)} bytes of cubin for {compiled.arch}")
-    report = audit(kernel, compiled)
+    report = audit(planned.kernel, compiled)
     print(report)
 
     try:

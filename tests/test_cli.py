@@ -47,7 +47,6 @@ def test_plan_takes_the_schedule_from_its_options() -> None:
         (("--stages", "9"), "stages"),
         (("--head-dim", "72"), "72"),
         (("--dtype", "fp64"), "fp64"),
-        (("--kv-heads", "5"), "5"),
         (("--stages", "4", "--tile-n", "256"), "bytes"),
     ],
 )

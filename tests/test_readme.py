@@ -18,7 +18,7 @@ def test_the_example_runs_as_far_as_this_machine_goes(capsys: pytest.CaptureFixt
     scope: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), scope)
     assert scope["expected"].shape == scope["q"].shape
-    assert "causal" in capsys.readouterr().out
+    assert "visits   k in [0, q1" in capsys.readouterr().out
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
