@@ -1,0 +1,65 @@
+"""Schedules: every field that cannot work is refused by name and value."""
+
+from __future__ import annotations
+
+import pytest
+from cutedsl_fa3.pipelines import Schedule, ScheduleError
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def test_the_default_is_valid():
+    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"stages": 0}, r"stages = 0: 1 or more"),
+        ({"stages": -2}, r"stages = -2: 1 or more"),
+        ({"consumers": 0}, r"consumers = 0: 1, 2 or 3 warpgroups"),
+        ({"consumers": 4, "tile_m": 256}, r"consumers = 4: 1, 2 or 3 warpgroups"),
+        ({"overlap": "ping-pong"}, r"overlap = 'ping-pong': one of none, pingpong, intra, both"),
+        ({"overlap": ""}, r"overlap = '': one of"),
+        ({"consumers": 1, "overlap": "pingpong"}, r"overlap = 'pingpong': .*needs 2 or 3"),
+        ({"consumers": 1, "overlap": "both"}, r"overlap = 'both': .*use 'intra' or 'none'"),
+        ({"tile_n": 0}, r"tile_n = 0: 16 to 256, by 16"),
+        ({"tile_n": 120}, r"tile_n = 120: 16 to 256, by 16"),
+        ({"tile_n": 272}, r"tile_n = 272: 16 to 256, by 16"),
+        ({"tile_m": 0}, r"tile_m = 0: a multiple of 64 rows for each of 2"),
+        ({"tile_m": 192}, r"tile_m = 192: a multiple of 64 rows for each of 2"),
+        ({"tile_m": -128}, r"tile_m = -128: a multiple of 64"),
+        ({"tile_m": 128, "consumers": 3}, r"tile_m = 128: a multiple of 64 rows for each of 3"),
+        ({"cluster": (2,)}, r"cluster = \(2,\): two extents of 1, 2 or 4"),
+        ({"cluster": (3, 1)}, r"cluster = \(3, 1\): two extents"),
+        ({"cluster": (4, 4)}, r"cluster = \(4, 4\): .*product of at most 8"),
+        ({"head_group": 0}, r"head_group = 0: 1 to 32"),
+        ({"head_group": 33}, r"head_group = 33: 1 to 32"),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_work_is_refused_by_name_and_value(fields, message):
+    with pytest.raises(ScheduleError, match=message):
+        Schedule(**fields)
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 16),
+    st.integers(1, 4),
+    st.sampled_from(["none", "intra", "pingpong", "both"]),
+    st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]),
+)
+def test_what_the_hardware_allows_is_accepted_and_printed(
+    consumers, rows, keys, stages, overlap, cluster
+):
+    if consumers == 1 and overlap in ("pingpong", "both"):
+        overlap = "intra"
+    made = Schedule(64 * consumers * rows, 16 * keys, stages, consumers, overlap, cluster)
+    assert made.intra == (overlap in ("intra", "both"))
+    assert made.pingpong == (overlap in ("pingpong", "both"))
+    assert str(made) == (
+        f"tile {made.tile_m} x {made.tile_n}, {stages} stages, {consumers} consumer warpgroups, "
+        f"overlap {overlap}, cluster {cluster[0]}x{cluster[1]}"
+    )

@@ -1,0 +1,97 @@
+"""The order of tiles: nothing left out, nothing twice, last rows first, within 32 bits."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutedsl_fa3.pipelines import MAX_GRID, TileOrder
+from cutlass.cute.runtime import from_dlpack
+from hypothesis import given
+from hypothesis import strategies as st
+
+groups = st.integers(1, 32)
+
+
+def walk(group: int, m_blocks: int, heads: int) -> list[tuple[int, int]]:
+    order = TileOrder(group)
+    return [order.at(i, m_blocks, heads) for i in range(order.tiles(m_blocks, heads))]
+
+
+@given(groups, st.integers(1, 20), st.integers(1, 70))
+def test_every_tile_of_every_head_is_computed_once(group, m_blocks, heads):
+    tiles = walk(group, m_blocks, heads)
+    assert sorted(tiles) == [(m, h) for m in range(m_blocks) for h in range(heads)]
+
+
+@given(groups, st.integers(1, 20), st.integers(1, 70))
+def test_within_a_group_rows_descend_and_heads_alternate(group, m_blocks, heads):
+    tiles = walk(group, m_blocks, heads)
+    start = 0
+    for first in range(0, heads, group):
+        members = range(first, min(first + group, heads))
+        wanted = [(m, h) for m in reversed(range(m_blocks)) for h in members]
+        assert tiles[start : start + len(wanted)] == wanted
+        start += len(wanted)
+    assert start == len(tiles)
+
+
+class Int32:
+    """An integer that must stay within 32 bits at every step."""
+
+    def __init__(self, value: int) -> None:
+        assert -(2**31) <= value < 2**31, f"{value} leaves 32 bits"
+        self.value = value
+
+    def __add__(self, other):
+        return Int32(self.value + int(other))
+
+    def __sub__(self, other):
+        return Int32(self.value - int(other))
+
+    def __mul__(self, other):
+        return Int32(self.value * int(other))
+
+    def __floordiv__(self, other):
+        return Int32(self.value // int(other))
+
+    def __rsub__(self, other):
+        return Int32(int(other) - self.value)
+
+    def __lt__(self, other):
+        return self.value < int(other)
+
+    def __gt__(self, other):
+        return self.value > int(other)
+
+    def __int__(self) -> int:
+        return self.value
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+@given(groups, st.integers(1, 2**25), st.data())
+def test_the_order_stays_within_32_bits_up_to_the_largest_grid(group, m_blocks, data):
+    """2^25 blocks are 2^31 rows of the smallest tile, 64 rows."""
+    heads = data.draw(st.integers(1, MAX_GRID // m_blocks))
+    index = data.draw(st.integers(0, m_blocks * heads - 1))
+    m, h = TileOrder(group).at(Int32(index), Int32(m_blocks), Int32(heads))
+    assert (int(m), int(h)) == TileOrder(group).at(index, m_blocks, heads)
+
+
+@cute.jit
+def _walk(
+    out: cute.Tensor, m_blocks: cutlass.Int32, heads: cutlass.Int32, order: cutlass.Constexpr
+):
+    for index in cutlass.range(order.tiles(m_blocks, heads)):
+        m, h = order.at(index, m_blocks, heads, cutlass.min)
+        out[index, 0] = m
+        out[index, 1] = h
+
+
+def test_device_integers_walk_in_the_same_order():
+    for group, m_blocks, heads in ((8, 5, 20), (1, 7, 3), (16, 3, 5)):
+        out = torch.full((m_blocks * heads, 2), -1, dtype=torch.int32)
+        order = TileOrder(group)
+        _walk(from_dlpack(out), cutlass.Int32(m_blocks), cutlass.Int32(heads), order)
+        assert [tuple(row) for row in out.tolist()] == walk(group, m_blocks, heads)
