@@ -1,8 +1,73 @@
-"""Attention kernels composed from readable CuTe DSL pieces."""
+"""Attention kernels composed from readable CuTe DSL pieces.
 
+    import cutedsl_fa3 as fa3
+    variant = fa3.Variant(score=..., mask=...)
+    out = fa3.attention(q, k, v, variant)
+    print(fa3.plan(q, k, v, variant))
+
+Names load on first use, so that importing the package needs neither the compiler nor a GPU.
+"""
+
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # In a checkout, layouts/ and pipelines/ lie beside this package; a wheel holds them inside it.
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "layouts" / "__init__.py").is_file():
     __path__.append(str(_checkout))
+
+if TYPE_CHECKING:
+    from . import masks, reference, scores
+    from .errors import LayoutError, Unsupported, VariantError
+    from .interface import attention, attention_with_lse, plan
+    from .pipelines import Schedule, ScheduleError
+    from .plans import Plan
+    from .problem import Problem
+    from .variant import Variant, seqlen_k, seqlen_q
+
+_HOME = {
+    "LayoutError": "errors",
+    "Unsupported": "errors",
+    "VariantError": "errors",
+    "attention": "interface",
+    "attention_with_lse": "interface",
+    "plan": "interface",
+    "Schedule": "pipelines",
+    "ScheduleError": "pipelines",
+    "Plan": "plans",
+    "Problem": "problem",
+    "Variant": "variant",
+    "seqlen_k": "variant",
+    "seqlen_q": "variant",
+}
+_MODULES = ("masks", "reference", "scores")
+
+__all__ = [
+    "LayoutError",
+    "Plan",
+    "Problem",
+    "Schedule",
+    "ScheduleError",
+    "Unsupported",
+    "Variant",
+    "VariantError",
+    "attention",
+    "attention_with_lse",
+    "masks",
+    "plan",
+    "reference",
+    "scores",
+    "seqlen_k",
+    "seqlen_q",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name in _HOME:
+        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ computed once per work tile, what depends on one of them once per row or column 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,10 @@ import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int16, Int32, Int64, Uint8
 
+from .bounds import QueryTile, Runs, key_sets, visit_runs
 from .graph import Graph, Node, Ref
+
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
 KINDS = {"bool": Boolean, "int": Int32, "float": Float32}
 
@@ -32,18 +36,10 @@ def select(condition: Boolean, yes: Any, no: Any) -> Any:
     return kind(cutlass.select_(condition, kind(yes), kind(no)))
 
 
-def floordiv(a: Int32, b: Int32) -> Int32:
-    """Quotient rounded down."""
-    quotient = truncdiv(a, b)
-    inexact = quotient * b != a
-    return select(inexact & ((a < 0) != (b < 0)), quotient - 1, quotient)
-
-
 def truncdiv(a: Int32, b: Int32) -> Int32:
-    """Quotient rounded towards zero."""
-    negative = (a < 0) != (b < 0)
-    size = absolute(a) // absolute(b)
-    return select(negative, -size, size)
+    """Quotient rounded towards zero (the DSL's `//` rounds down, its `%` has the dividend's sign)."""
+    quotient = a // b
+    return select((quotient < 0) & (quotient * b != a), quotient + 1, quotient)
 
 
 def absolute(a: Any) -> Any:
@@ -55,7 +51,7 @@ def fmod(a: Any, b: Any) -> Any:
     """Remainder with the dividend's sign."""
     if isinstance(a, Float32):
         return cute.math.rem(a, b)
-    return a - truncdiv(a, b) * b
+    return a % b
 
 
 def minimum(a: Any, b: Any) -> Any:
@@ -76,8 +72,37 @@ def _truncate(a: Float32) -> Float32:
     return select(a < 0.0, cute.math.ceil(a), cute.math.floor(a))
 
 
+def exp2(a: Float32) -> Float32:
+    """2^a on the special-function unit."""
+    return cute.math.exp2(a, approx=True, ftz=True)
+
+
+def log2(a: Float32) -> Float32:
+    """Base-2 logarithm on the special-function unit."""
+    return cute.math.log2(a, approx=True, ftz=True)
+
+
+def divide(a: Float32, b: Float32) -> Float32:
+    """Quotient within 2 units in the last place, without the slow path of exact rounding."""
+    return cute.math.div(a, b, full=True)
+
+
+def reciprocal(a: Float32) -> Float32:
+    """1 / a on the special-function unit."""
+    return cute.math.rcp(a, approx=True, ftz=True)
+
+
 def _sigmoid(a: Float32) -> Float32:
-    return 1.0 / (1.0 + cute.math.exp(-a, fastmath=True))
+    return reciprocal(exp2(a * -LOG2_E) + 1.0)
+
+
+def _tanh(a: Float32) -> Float32:
+    """From an exponential: the unit's own tanh keeps 11 bits, too few for a score's exponent."""
+    return 1.0 - 2.0 * reciprocal(exp2(a * (2.0 * LOG2_E)) + 1.0)
+
+
+def _approximate(function: Callable) -> Callable:
+    return lambda a: function(a, approx=True)
 
 
 def _to_int(a: Any) -> Int32:
@@ -88,32 +113,28 @@ def _to_float(a: Any) -> Float32:
     return select(a, Float32(1.0), Float32(0.0)) if isinstance(a, Boolean) else Float32(a)
 
 
-def _fast(function: Callable) -> Callable:
-    return lambda a: function(a, fastmath=True)
-
-
 LOWER: dict[str, Callable] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
-    "div": operator.truediv,
-    "floordiv": floordiv,
+    "div": divide,
+    "floordiv": operator.floordiv,
     "truncdiv": truncdiv,
-    "mod": lambda a, b: a - floordiv(a, b) * b,
+    "mod": lambda a, b: a - (a // b) * b,
     "fmod": fmod,
     "minimum": minimum,
     "maximum": maximum,
     "neg": operator.neg,
     "abs": absolute,
-    "exp": _fast(cute.math.exp),
-    "exp2": _fast(cute.math.exp2),
-    "log": _fast(cute.math.log),
-    "log2": _fast(cute.math.log2),
-    "sqrt": _fast(cute.math.sqrt),
-    "rsqrt": _fast(cute.math.rsqrt),
-    "sin": cute.math.sin,
-    "cos": cute.math.cos,
-    "tanh": _fast(cute.math.tanh),
+    "exp": lambda a: exp2(a * LOG2_E),
+    "exp2": exp2,
+    "log": lambda a: log2(a) * LN_2,
+    "log2": log2,
+    "sqrt": _approximate(cute.math.sqrt),
+    "rsqrt": _approximate(cute.math.rsqrt),
+    "sin": _approximate(cute.math.sin),
+    "cos": _approximate(cute.math.cos),
+    "tanh": _tanh,
     "sigmoid": _sigmoid,
     "floor": cute.math.floor,
     "ceil": cute.math.ceil,
@@ -200,6 +221,8 @@ class Lowering:
             return inputs[node.args[0]]
         if node.op == "const":
             return KINDS[node.dtype](node.args[0])
+        if node.op == "div" and isinstance(node.args[1], float):
+            return value(node.args[0].id) * (1.0 / node.args[1])
         operands = [
             value(a.id) if isinstance(a, Ref) else self._literal(node, i, a)
             for i, a in enumerate(node.operands)
@@ -228,3 +251,54 @@ def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
     if dtype == "bool":
         return element != 0
     return KINDS[dtype](element)
+
+
+class DeviceIntegers:
+    """Key arithmetic inside a kernel: what is a Python number stays one, the rest is Int32."""
+
+    def __init__(self, captures: tuple[cute.Tensor, ...]) -> None:
+        self.captures = captures
+
+    add = staticmethod(operator.add)
+    sub = staticmethod(operator.sub)
+    mul = staticmethod(operator.mul)
+    floordiv = staticmethod(operator.floordiv)
+    less = staticmethod(operator.lt)
+    where = staticmethod(select)
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        return min(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.min(a, b)
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        return max(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.max(a, b)
+
+    @staticmethod
+    def and_(a: Any, b: Any) -> Any:
+        if isinstance(a, bool):
+            return b if a else False
+        if isinstance(b, bool):
+            return a if b else False
+        return a & b
+
+    @staticmethod
+    def not_(a: Any) -> Any:
+        return not a if isinstance(a, bool) else a ^ Boolean(True)
+
+    @classmethod
+    def or_(cls, a: Any, b: Any) -> Any:
+        return cls.not_(cls.and_(cls.not_(a), cls.not_(b)))
+
+    def load(self, capture: int, indices: tuple[Any, ...]) -> Any:
+        tensor = self.captures[capture]
+        dtype = "bool" if tensor.element_type is Uint8 else "int"
+        return load(tensor, [Int32(i) for i in indices], dtype)
+
+
+def visits(
+    mask: Graph | None, tile: QueryTile, tile_n: int, captures: tuple[cute.Tensor, ...]
+) -> Runs:
+    """The key tiles that one tile of queries visits, from a few integers; see `bounds`."""
+    ints = DeviceIntegers(captures)
+    return visit_runs(key_sets(mask, tile, ints), tile_n, tile.seqlen_k, ints)

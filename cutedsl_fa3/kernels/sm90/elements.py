@@ -15,6 +15,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant
+from cutedsl_fa3.variant.bounds import QueryTile, Runs
 from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, Lowering, select, visits
 
 LOG2_E = math.log2(math.e)
@@ -38,9 +39,7 @@ class Elements:
         self.variant = variant
         self.scale = scale
         self.seqlen_q, self.seqlen_k = seqlens
-        uniform = {
-            "b": head[0], "h": head[1], "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k
-        }
+        uniform = {"b": head[0], "h": head[1], "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
         self.uniform, self.captures = uniform, captures
         self.score = variant.score and Lowering(variant.score, captures, uniform)
         self.mask = variant.mask and Lowering(variant.mask, captures, uniform)
@@ -59,11 +58,12 @@ class Elements:
             for tensor in variant.captures
         )
 
-    def runs(self, m_block: Int32, tile_m: int, tile_n: int):
+    def runs(self, m_block: Int32, tile_m: int, tile_n: int) -> Runs:
         """The key tiles of one tile of queries: those that need the element mask, then the rest."""
         first = m_block * tile_m
         last = cutlass.min(first + tile_m, self.seqlen_q) - 1
-        return visits(self.variant.mask, (first, last), tile_n, self.uniform, self.captures)
+        tile = QueryTile(first, last, **self.uniform)
+        return visits(self.variant.mask, tile, tile_n, self.captures)
 
     def apply(
         self, acc_s: cute.Tensor, places: wgmma.Places, corner: tuple[Int32, Int32], masked: bool

@@ -32,6 +32,7 @@ from cutedsl_fa3.pipelines import (
     TMA_BUDGETS,
     Barrier,
     Barriers,
+    Expect,
     Ring,
     Role,
     TileOrder,
@@ -117,6 +118,34 @@ class ForwardSm90(WarpSpecialized):
         """Everything that affects the code."""
         return self.plan.key_text
 
+    def expected(self) -> tuple[Expect, ...]:
+        """What the tables promise about the machine code.
+
+        The loop over tiles with an element mask and the loop over those without are each a place;
+        with overlap inside a warpgroup, the first S and the last P V stand outside both.
+        """
+        s, dv = self.schedule, self.head_dim_v
+        outside = int(s.intra)
+        places = 2 + outside
+        qk_name, qk = wgmma.instructions(s.tile_m, s.tile_n, self.tiles["q"].cols, s.consumers)
+        pv_name, pv = wgmma.instructions(s.tile_m, dv, s.tile_n, s.consumers)
+        products = {qk_name: places * qk}
+        products[pv_name] = products.get(pv_name, 0) + places * pv
+        rows, cols = 2, s.tile_n // 4  # of scores that one thread holds
+        return (
+            *self.common_expectations({"q": 1, "k": 1, "v": 1}, {"o": self.strip}, rank=4),
+            *(
+                Expect(name, "exactly", count, f"QK and PV, in {places} places of the loop")
+                for name, count in products.items()
+            ),
+            Expect(
+                "MUFU.EX2",
+                "at least",
+                places * rows * (cols + 1),
+                "an exponential a score, and one a row to rescale",
+            ),
+        )
+
     def fake_args(self) -> tuple:
         """(q, k, v, o, lse, captures, scale, stream) of any lengths, heads, batch and strides."""
         aligned = 16 // (self.dtype.width // 8)
@@ -129,9 +158,7 @@ class ForwardSm90(WarpSpecialized):
 
         d, dv = self.tiles["q"].cols, self.head_dim_v
         lse_strides = tuple(cute.sym_int64() for _ in range(3))
-        lse = make_fake_tensor(
-            Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4
-        )
+        lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
         return (
             tensor(seqlen_q, heads, d),
             tensor(seqlen_k, kv_heads, d),
@@ -188,23 +215,20 @@ class ForwardSm90(WarpSpecialized):
         load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0)
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         total = w.runs.n_total
-        if thread < 32 and total > 0:
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        if warp == 0 and total > 0:
             slot_q = ring_q.acquire_and_advance()
             load_q(w.m_block, slot_q)
             slot_q.commit()
-            slot_k = ring_k.acquire_and_advance()
-            load_k(w.runs.n_block(0), slot_k)
-            slot_k.commit()
-            for j in cutlass.range(1, total):  # K runs one tile ahead of V
-                slot_k = ring_k.acquire_and_advance()
-                load_k(w.runs.n_block(j), slot_k)
-                slot_k.commit()
-                slot_v = ring_v.acquire_and_advance()
-                load_v(w.runs.n_block(j - 1), slot_v)
-                slot_v.commit()
-            slot_v = ring_v.acquire_and_advance()
-            load_v(w.runs.n_block(total - 1), slot_v)
-            slot_v.commit()
+            for j in cutlass.range(total + 1, unroll=1):  # K runs one tile ahead of V
+                if j < total:
+                    slot_k = ring_k.acquire_and_advance()
+                    load_k(w.runs.n_block(j), slot_k)
+                    slot_k.commit()
+                if j > 0:
+                    slot_v = ring_v.acquire_and_advance()
+                    load_v(w.runs.n_block(j - 1), slot_v)
+                    slot_v.commit()
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
@@ -307,8 +331,11 @@ class ForwardSm90(WarpSpecialized):
     def epilogue(self, io, smem, w, f, softmax, thread, group):
         """O / row_sum and LSE to global memory; each warpgroup stores its own 64 rows."""
         lse = softmax.finish(f.output)
-        rows = cute.local_tile(smem.o[None, None, 0] if cute.rank(smem.o) > 2 else smem.o,
-                               (self.strip.rows, self.strip.cols), (group, 0))
+        rows = cute.local_tile(
+            smem.o[None, None, 0] if cute.rank(smem.o) > 2 else smem.o,
+            (self.strip.rows, self.strip.cols),
+            (group, 0),
+        )
         wgmma.to_smem(f.acc_o, rows, f.pv_strip, thread % wgmma.WARPGROUP)
         cute.arch.fence_view_async_shared()
         self.barriers["strip", group].arrive_and_wait()

@@ -20,13 +20,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cutedsl_fa3.variant.lower import exp2, log2
+
 QUAD = (1, 2)  # lanes that hold one row, by butterfly distance (see layouts/wgmma.py)
 CHAINS = 2  # independent maxima and sums per row, for instruction-level parallelism
-
-
-def exp2(x: Float32) -> Float32:
-    """2^x on the special-function unit; subnormal results become 0."""
-    return cute.math.exp2(x, approx=True, ftz=True)
 
 
 class OnlineSoftmax:
@@ -95,7 +92,7 @@ class OnlineSoftmax:
             inverse = Float32(cutlass.select_(empty, Float32(0.0), 1.0 / total))
             for c in range(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * inverse
-            log2_sum = cute.math.log2(total, fastmath=True)
+            log2_sum = log2(total)
             value = (self.row_max[r] * self.unit + log2_sum) * math.log(2.0)
             lse.append(Float32(cutlass.select_(empty, -Float32.inf, value)))
         return lse

@@ -1,0 +1,259 @@
+"""The functions a user calls: `attention`, `attention_with_lse`, `plan`.
+
+Tensors are (batch, seqlen, heads, head_dim) with contiguous rows; any strides that TMA can address
+are read in place. Whatever cannot be served is refused before any launch, naming the argument, its
+value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import cache
+from .errors import LayoutError, Unsupported
+from .pipelines import MAX_GRID, Schedule
+from .plans import Plan
+from .problem import DTYPES, Problem
+from .schedules import default_schedule
+from .variant import Variant
+
+__all__ = ["attention", "attention_with_lse", "default_schedule", "plan"]
+
+PLAIN = Variant()
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Loaded kernels by variant; a variant and the tensors it captures may be freed meanwhile.
+_launchers: weakref.WeakKeyDictionary[Variant, dict] = weakref.WeakKeyDictionary()
+SMALLEST_SCALE = 1e-30  # scale 0 means this: -inf times it stays -inf, where 0 would give NaN
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | None = None,
+    *,
+    schedule: Schedule | None = None,
+) -> Plan:
+    """What `attention` would run for these tensors, printable; nothing is compiled.
+
+    Shape: as for `attention`; tensors may be on any device.
+    Raises: Unsupported, LayoutError, ScheduleError, VariantError.
+    """
+    variant = PLAIN if variant is None else variant
+    _check_tensors(q, k, v, variant)
+    made = _plan(variant, q.dtype, q.shape[3], v.shape[3], schedule)
+    made.check()
+    return made
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | None = None,
+    *,
+    scale: float | None = None,
+    schedule: Schedule | None = None,
+) -> torch.Tensor:
+    """softmax(score(q k^T * scale) where the mask allows) v, on an SM90 GPU.
+
+    Shape:
+        q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim),
+        v (batch, seqlen_k, kv_heads, head_dim_v) -> (batch, seqlen_q, heads, head_dim_v).
+        heads is a multiple of kv_heads; query head h reads key head h // (heads // kv_heads).
+    Units: scale is natural; default 1 / sqrt(head_dim).
+    Raises: Unsupported, LayoutError, ScheduleError, VariantError before any launch.
+    """
+    return attention_with_lse(q, k, v, variant, scale=scale, schedule=schedule)[0]
+
+
+def attention_with_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | None = None,
+    *,
+    scale: float | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attention`, with the log-sum-exp of each row: (batch, heads, seqlen_q), fp32, natural log.
+
+    A row that sees no key has output 0 and LSE -inf.
+    """
+    variant = PLAIN if variant is None else variant
+    _check_tensors(q, k, v, variant)
+    _check_device(q, k, v, variant)
+    scale = _checked_scale(scale, q.shape[3])
+    launch = _launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule)
+    operands = [_addressable(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *variant.captures)):
+        return _ForwardOnly.apply(launch, scale, len(operands), *operands, *variant.captures)
+    return _run(launch, scale, operands, variant.captures)
+
+
+def _run(
+    launch: Callable,
+    scale: float,
+    operands: Sequence[torch.Tensor],
+    captures: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate, launch on the current stream, return (out, lse)."""
+    q, k, v = operands
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    if k.shape[1] == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    launchable = tuple(_launchable(t) for t in captures) or None
+    with torch.cuda.device(q.device):
+        launch(q, k, v, out, lse, launchable, scale)
+    return out, lse
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """The forward inside a graph: the result is right, and asking for its gradient says why not."""
+
+    @staticmethod
+    def forward(ctx, launch, scale, count, *tensors):
+        return _run(launch, scale, tensors[:count], tensors[count:])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise Unsupported(
+            "attention has no backward kernel yet; cutedsl_fa3.reference.attention is "
+            "differentiable and computes the same variant"
+        )
+
+
+def _plan(
+    variant: Variant,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    schedule: Schedule | None,
+) -> Plan:
+    problem = Problem(NAMES[dtype], head_dim, head_dim_v)
+    return Plan(variant, problem, schedule or default_schedule(variant, problem))
+
+
+def _launcher(variant: Variant, *rest: object) -> Callable:
+    """The loaded kernel of a plan; compiled, or taken from the disk, the first time."""
+    known = _launchers.setdefault(variant, {})
+    if rest not in known:
+        made = _plan(variant, *rest)
+        made.check()
+        known[rest] = cache.get(made.kernel).launch
+    return known[rest]
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> None:
+    """Types and shapes that need no device.
+
+    Raises: Unsupported.
+    """
+    if not isinstance(variant, Variant):
+        raise Unsupported(f"variant = {type(variant).__name__}: a cutedsl_fa3.Variant is needed")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor):
+            raise Unsupported(f"{name} = {type(t).__name__}: a torch.Tensor is needed")
+        if t.dim() != 4:
+            raise Unsupported(
+                f"{name} has shape {tuple(t.shape)}: (batch, seqlen, heads, head_dim) is needed"
+            )
+        if t.dtype != q.dtype:
+            raise Unsupported(f"{name} is {t.dtype} but q is {q.dtype}: one dtype is needed")
+    if q.dtype not in NAMES:
+        allowed = ", ".join(map(str, NAMES))
+        raise Unsupported(f"q is {q.dtype}: supported are {allowed}")
+    expected = {
+        "k batch": (k.shape[0], q.shape[0], "q's batch"),
+        "v batch": (v.shape[0], q.shape[0], "q's batch"),
+        "v seqlen": (v.shape[1], k.shape[1], "k's seqlen"),
+        "v heads": (v.shape[2], k.shape[2], "k's heads"),
+        "k head_dim": (k.shape[3], q.shape[3], "q's head_dim"),
+    }
+    for what, (given, needed, source) in expected.items():
+        if given != needed:
+            raise Unsupported(f"{what} = {given}: {source} is {needed}, they must be equal")
+    if k.shape[2] and q.shape[2] % k.shape[2] or (q.shape[2] and not k.shape[2]):
+        raise Unsupported(
+            f"q has {q.shape[2]} heads, k has {k.shape[2]}: an integer number of query heads must "
+            "share each key head"
+        )
+    Problem(NAMES[q.dtype], q.shape[3], v.shape[3])
+    for name, t in (("q", q), ("k", k)):
+        if t.shape[1] >= 2**31:
+            raise Unsupported(f"{name} seqlen = {t.shape[1]}: positions are 32-bit integers")
+
+
+def _check_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> None:
+    """Where the tensors live.
+
+    Raises: Unsupported.
+    """
+    if q.device.type != "cuda":
+        raise Unsupported(
+            f"q is on {q.device}: a CUDA device of capability 9.0 is needed; "
+            "cutedsl_fa3.reference.attention computes the same variant anywhere"
+        )
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        found = ".".join(map(str, torch.cuda.get_device_capability(q.device)))
+        raise Unsupported(f"q is on {q.device} of capability {found}: 9.0 is supported")
+    captured = ((f"captured tensor t{i}", t) for i, t in enumerate(variant.captures))
+    for name, t in (("k", k), ("v", v), *captured):
+        if t.device != q.device:
+            raise Unsupported(f"{name} is on {t.device}, q is on {q.device}: one device is needed")
+    tiles = -(-q.shape[1] // 64) * q.shape[2] * q.shape[0]
+    if tiles > MAX_GRID:
+        raise Unsupported(f"q has {tiles} tiles of 64 rows in all heads: at most {MAX_GRID}")
+
+
+def _checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
+        raise Unsupported(
+            f"scale = {scale!r}: a finite number >= 0 is needed; put a sign into the score function"
+        )
+    return max(float(scale), SMALLEST_SCALE)
+
+
+def _addressable(name: str, t: torch.Tensor) -> torch.Tensor:
+    """The tensor as TMA can read it, without a copy.
+
+    A dimension of size 1 may have any stride; it gets one that TMA accepts.
+    Raises: LayoutError naming the rule, and `.contiguous()` as the way out.
+    """
+    size = t.element_size()
+    row = t.shape[3]
+    strides = [row if n == 1 else s for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    if t.stride(3) != 1:
+        raise LayoutError(
+            f"{name} has stride {t.stride(3)} along head_dim: 1 is needed; use {name}.contiguous()"
+        )
+    for dim, stride in zip(("batch", "seqlen", "heads"), strides, strict=True):
+        if stride * size % 16 or stride < 0 or stride * size >= 2**40:
+            raise LayoutError(
+                f"{name} has a {dim} stride of {stride * size} bytes: TMA needs a multiple of 16 "
+                f"below 2^40; use {name}.contiguous()"
+            )
+    if t.data_ptr() % 16:
+        raise LayoutError(
+            f"{name} starts at an address that is {t.data_ptr() % 16} past a multiple of 16 bytes, "
+            f"which TMA needs; use {name}.clone()"
+        )
+    return t.as_strided(t.shape, (*strides, 1)) if list(t.stride()[:3]) != strides else t
+
+
+def _launchable(t: torch.Tensor) -> torch.Tensor:
+    """A captured tensor as the kernel takes it: at least one dimension, bools as bytes."""
+    t = t.detach()
+    if t.dtype == torch.bool:
+        t = t.view(torch.uint8)
+    return t.reshape(1) if t.dim() == 0 else t

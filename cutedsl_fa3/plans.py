@@ -1,0 +1,82 @@
+"""A plan: one variant, one problem, one schedule. Printable, checkable, and the cache's key.
+
+The last object that needs no compiler: everything that affects the code of a kernel is in `key_text`
+and is printed, so a key cannot be too coarse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from .problem import Problem
+from .schedules import default_schedule
+from .variant import Variant
+from .variant.describe import describe
+
+if TYPE_CHECKING:
+    from .kernels.sm90.forward import ForwardSm90
+    from .pipelines import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a forward kernel will do, before anything is compiled."""
+
+    variant: Variant
+    problem: Problem
+    schedule: Schedule
+
+    @classmethod
+    def default(cls, variant: Variant, problem: Problem) -> Plan:
+        """The plan with the measured schedule for this problem."""
+        return cls(variant, problem, default_schedule(variant, problem))
+
+    @cached_property
+    def kernel(self) -> ForwardSm90:
+        """The kernel of this plan, as tables."""
+        from .kernels.sm90.forward import ForwardSm90
+
+        return ForwardSm90(self)
+
+    def check(self) -> None:
+        """Refuse what cannot run, before anything is compiled.
+
+        Raises:
+            ScheduleError, LayoutError: naming the rule, both sides of it, and what is allowed.
+        """
+        self.kernel.check()
+
+    @cached_property
+    def key_text(self) -> str:
+        """Everything that affects the code: equal text means equal code."""
+        return f"{self.problem}\n{self.schedule!r}\n{self.variant.text}"
+
+    def __str__(self) -> str:
+        kernel = self.kernel
+        lines = [f"forward on SM90: {self.problem}", "", "variant"]
+        lines += [f"  {line}" for line in self.variant.text.splitlines()]
+        lines += ["", f"visits   {describe(self.variant.mask)}"]
+        lines += ["softmax  online, base 2; LSE natural; empty rows give 0 and -inf"]
+        lines += [f"schedule {self.schedule}, {kernel.order}", "", "tiles"]
+        lines += [f"  {name:4} {tile}" for name, tile in kernel.tiles.items()]
+        lines += ["", "shared memory", *_indented(kernel.smem), "", "rings"]
+        for name, ring in kernel.rings.items():
+            arrivals = ring.arrivals(kernel.roles, kernel.cluster)
+            lines.append(
+                f"  {name:4} {ring.producer} -> {ring.consumer}: {ring.stages} slots, full at "
+                f"{ring.transaction_bytes(kernel.tiles)} B, empty at {arrivals} arrivals"
+            )
+        lines += ["", "roles"]
+        lines += [
+            f"  {name:9} {role.warps} warps, {role.registers} registers a thread"
+            for name, role in kernel.roles.items()
+        ]
+        lines += [f"  named barriers: {kernel.barriers}", "", "expected instructions"]
+        lines += [f"  {claim}" for claim in kernel.expected()]
+        return "\n".join(lines)
+
+
+def _indented(text: object) -> list[str]:
+    return [f"  {line}" for line in str(text).splitlines()]
