@@ -1,4 +1,4 @@
-"""Errors that a caller can act on: each says what was given, which rule it breaks, what is valid."""
+"""Errors that a caller can act on: what was given, which rule it breaks, what is valid."""
 
 from cutedsl_fa3.layouts.errors import LayoutError
 

@@ -81,7 +81,7 @@ def attention_with_lse(
     scale: float | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attention`, with the log-sum-exp of each row: (batch, heads, seqlen_q), fp32, natural log.
+    """As `attention`, with each row's log-sum-exp: (batch, heads, seqlen_q), fp32, natural log.
 
     A row that sees no key has output 0 and LSE -inf.
     """
@@ -181,7 +181,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: V
     for what, (given, needed, source) in expected.items():
         if given != needed:
             raise Unsupported(f"{what} = {given}: {source} is {needed}, they must be equal")
-    if k.shape[2] and q.shape[2] % k.shape[2] or (q.shape[2] and not k.shape[2]):
+    if (k.shape[2] and q.shape[2] % k.shape[2]) or (q.shape[2] and not k.shape[2]):
         raise Unsupported(
             f"q has {q.shape[2]} heads, k has {k.shape[2]}: an integer number of query heads must "
             "share each key head"

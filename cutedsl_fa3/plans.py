@@ -1,7 +1,7 @@
 """A plan: one variant, one problem, one schedule. Printable, checkable, and the cache's key.
 
-The last object that needs no compiler: everything that affects the code of a kernel is in `key_text`
-and is printed, so a key cannot be too coarse.
+The last object that needs no compiler: everything that affects the code of a kernel is in
+`key_text` and is printed, so a key cannot be too coarse.
 """
 
 from __future__ import annotations

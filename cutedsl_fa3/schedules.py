@@ -2,8 +2,8 @@
 
 Rows are tried from the top; the first whose head sizes and needs match is taken. What a variant
 needs of registers decides: scores and element loads live beside the accumulators, and three
-warpgroups leave 160 registers each where two leave 240. Measured on an H200, bf16, S = 8192 (records
-in notebooks/data); "spills" is what the compiler reports for the row above on shipped variants.
+warpgroups leave 160 registers each where two leave 240. Speeds are TFLOP/s on an H200, bf16,
+S = 8192 (records in notebooks/data); "spills" is what the compiler reports for shipped variants.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_a_bad_tensor_is_refused_by_argument_value_and_rule(q, k, v, said):
 
 
 def test_a_cpu_tensor_is_refused_naming_the_reference():
-    with pytest.raises(fa3.Unsupported, match="q is on cpu.*reference"):
+    with pytest.raises(fa3.Unsupported, match=r"q is on cpu.*reference"):
         fa3.attention(drawn(*Q), drawn(*Q), drawn(*Q))
 
 

@@ -37,7 +37,7 @@ def select(condition: Boolean, yes: Any, no: Any) -> Any:
 
 
 def truncdiv(a: Int32, b: Int32) -> Int32:
-    """Quotient rounded towards zero (the DSL's `//` rounds down, its `%` has the dividend's sign)."""
+    """Quotient rounded towards zero; `//` rounds down, and `%` has the dividend's sign."""
     quotient = a // b
     return select((quotient < 0) & (quotient * b != a), quotient + 1, quotient)
 

@@ -27,6 +27,12 @@ def drawn(batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dim_v=None, dtype=tor
     return tuple(torch.randn(s, device="cuda").to(dtype) for s in shapes)
 
 
+def ramp(keys):
+    """Values that say which key they belong to."""
+    column = torch.arange(float(keys), device="cuda").bfloat16().view(1, keys, 1, 1)
+    return column.expand(1, keys, 1, 64).contiguous()
+
+
 def check(q, k, v, variant=None, schedule=None, scale=None):
     """One tolerance rule: at most twice torch's error at the input dtype, plus one rounding."""
     out, lse = fa3.attention_with_lse(q, k, v, variant, schedule=schedule, scale=scale)
@@ -142,14 +148,7 @@ def test_uniform_scores_give_the_mean_of_visible_values_exactly():
 def test_ramp_shows_the_empty_rows_of_a_short_causal_key_sequence():
     q = torch.zeros(1, 5, 1, 64, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(1, 2, 1, 64, device="cuda", dtype=torch.bfloat16)
-    v = (
-        torch.arange(2.0, device="cuda")
-        .bfloat16()
-        .view(1, 2, 1, 1)
-        .expand(1, 2, 1, 64)
-        .contiguous()
-    )
-    out, lse = fa3.attention_with_lse(q, k, v, fa3.Variant(mask=masks.causal))
+    out, lse = fa3.attention_with_lse(q, k, ramp(2), fa3.Variant(mask=masks.causal))
     assert out[0, :, 0, 0].tolist() == [0, 0, 0, 0, 0.5]
     assert lse[0, 0, :3].tolist() == [-math.inf] * 3
     assert torch.allclose(lse[0, 0, 3:].cpu(), torch.tensor([0.0, math.log(2)]), atol=1e-6)
@@ -157,14 +156,7 @@ def test_ramp_shows_the_empty_rows_of_a_short_causal_key_sequence():
 
 def test_window_bounds_are_inclusive():
     q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
-    v = (
-        torch.arange(8.0, device="cuda")
-        .bfloat16()
-        .view(1, 8, 1, 1)
-        .expand(1, 8, 1, 64)
-        .contiguous()
-    )
-    out = fa3.attention(q, q, v, fa3.Variant(mask=masks.window(3, 0)))
+    out = fa3.attention(q, q, ramp(8), fa3.Variant(mask=masks.window(3, 0)))
     assert out[0, :, 0, 0].tolist() == [0, 0.5, 1, 1.5, 2.5, 3.5, 4.5, 5.5]
 
 

@@ -394,7 +394,7 @@ class Fragments:
 
 
 def heads_last(t: cute.Tensor) -> cute.Tensor:
-    """(batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch), so that a tile is modes 0 and 1."""
+    """(batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch): a tile is modes 0 and 1."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
 
 
