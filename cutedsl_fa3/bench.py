@@ -152,11 +152,11 @@ def require_gpu() -> None:
     Raises: NoDevice.
     """
     if not torch.cuda.is_available():
-        raise NoDevice("no CUDA device: timing needs an SM90 GPU (plan, compile and audit do not)")
+        raise NoDevice("no CUDA device: this needs an SM90 GPU (plan, compile and audit do not)")
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         found = f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
-        raise NoDevice(f"timing needs a GPU of compute capability 9.0; {found}")
+        raise NoDevice(f"this needs a GPU of compute capability 9.0; {found}")
 
 
 def chosen_providers(names: Iterable[str]) -> list[Provider]:
