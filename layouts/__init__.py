@@ -15,6 +15,7 @@ from .smem import SMEM_CAPACITY, Buffer, SmemPlan
 from .swizzle import NONE, SW32, SW64, SW128, Swizzle, bank, bank_conflicts, picture, widest
 from .tma import TensorMap
 from .tma_rules import Rule
+from .tmem import TMEM_COLUMNS, Accumulator, Columns, TmemPlan
 
 if TYPE_CHECKING:
     from .tile import Tile, transposed
@@ -27,13 +28,17 @@ __all__ = [
     "SW32",
     "SW64",
     "SW128",
+    "TMEM_COLUMNS",
+    "Accumulator",
     "Buffer",
+    "Columns",
     "LayoutError",
     "Rule",
     "SmemPlan",
     "Swizzle",
     "TensorMap",
     "Tile",
+    "TmemPlan",
     "bank",
     "bank_conflicts",
     "host_cute",

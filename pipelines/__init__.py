@@ -3,7 +3,7 @@
 from .barriers import Barrier, Barriers, Turns
 from .expect import Expect, exactly
 from .kernel import WarpSpecialized
-from .ring import Ring
+from .ring import AccumulatorRing, Ring, UmmaRing
 from .roles import CP_ASYNC_BUDGETS, TMA_BUDGETS, Role, check_registers, launch_registers
 from .schedule import Overlap, Schedule, ScheduleError
 from .tile_order import MAX_GRID, TileOrder
@@ -12,6 +12,7 @@ __all__ = [
     "CP_ASYNC_BUDGETS",
     "MAX_GRID",
     "TMA_BUDGETS",
+    "AccumulatorRing",
     "Barrier",
     "Barriers",
     "Expect",
@@ -22,6 +23,7 @@ __all__ = [
     "ScheduleError",
     "TileOrder",
     "Turns",
+    "UmmaRing",
     "WarpSpecialized",
     "check_registers",
     "exactly",

@@ -14,6 +14,9 @@ which warps run what. A role's name is the name of its method,
 where `io` is the kernel's one argument (a frozen dataclass of TMA atoms, tensors and numbers),
 `smem` has a tensor per tile, `ports` has this role's end of each of its rings, and `thread` counts
 from 0 within the role.
+
+On SM100 a fourth table, `accumulators`, says what lies in tensor memory; the columns are allocated
+before the roles begin, and the role that reads them frees them (`free_tmem`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutedsl_fa3.layouts import Buffer, SmemPlan, Tile
+from cutedsl_fa3.layouts import Accumulator, Buffer, Columns, SmemPlan, Tile, TmemPlan, tcgen05
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
@@ -32,9 +35,18 @@ from cutlass.pipeline.sm90 import ImmutableResourceHandle
 
 from .barriers import Barriers
 from .expect import Expect, exactly
-from .ring import BARRIER_BYTES, Ring
-from .roles import Role, check_registers, first_warps, launch_registers, threads
+from .ring import BARRIER_BYTES, AccumulatorRing, Ring
+from .roles import (
+    WARPS_PER_GROUP,
+    Role,
+    check_registers,
+    first_warps,
+    launch_registers,
+    threads,
+)
 from .schedule import ScheduleError
+
+TMEM_ADDRESS_BYTES = 4  # where the allocation of tensor memory writes the first column
 
 
 class WarpSpecialized:
@@ -47,6 +59,7 @@ class WarpSpecialized:
     rings: Mapping[str, Ring]
     roles: Mapping[str, Role]
     barriers: Barriers = Barriers({})
+    accumulators: Mapping[str, Accumulator] = {}
     aliases: Mapping[str, str] = {}
     cluster: tuple[int, int] = (1, 1)
 
@@ -58,24 +71,42 @@ class WarpSpecialized:
     @property
     def smem(self) -> SmemPlan:
         """Where each tile and the mbarriers lie in shared memory."""
-        stages = {name: ring.stages for ring in self.rings.values() for name in ring.tiles}
         buffers = [
-            Buffer(name, tile.bytes, stages=stages.get(name, 1), alias=self.aliases.get(name))
+            Buffer(name, tile.bytes, stages=self.stages(name), alias=self.aliases.get(name))
             for name, tile in self.tiles.items()
         ]
         mbarriers = sum(ring.barrier_bytes for ring in self.rings.values())
-        return SmemPlan((*buffers, Buffer("mbarriers", mbarriers, align=BARRIER_BYTES)))
+        buffers.append(Buffer("mbarriers", mbarriers, align=BARRIER_BYTES))
+        if self.accumulators:
+            buffers.append(Buffer("tmem address", TMEM_ADDRESS_BYTES, align=TMEM_ADDRESS_BYTES))
+        return SmemPlan(tuple(buffers))
+
+    @property
+    def tmem(self) -> TmemPlan:
+        """Where each accumulator lies in tensor memory."""
+        return TmemPlan(
+            tuple(
+                Columns(name, accumulator.columns, self.stages(name))
+                for name, accumulator in self.accumulators.items()
+            )
+        )
+
+    def stages(self, name: str) -> int:
+        """Slots of a tile or accumulator: those of its ring, or 1."""
+        return next((ring.stages for ring in self.rings.values() if name in ring.tiles), 1)
 
     def check(self) -> None:
         """Refuse tables that cannot run, before anything is compiled.
 
         Raises:
-            ScheduleError: registers, unknown names. LayoutError: shared memory.
+            ScheduleError: registers, unknown names. LayoutError: shared or tensor memory.
         """
         for name, ring in self.rings.items():
+            in_tmem = isinstance(ring, AccumulatorRing)
             for tile in ring.tiles:
-                if tile not in self.tiles:
-                    raise ScheduleError(f"ring {name!r} carries {tile!r}, which is no tile")
+                if tile not in (self.accumulators if in_tmem else self.tiles):
+                    kind = "accumulator" if in_tmem else "tile"
+                    raise ScheduleError(f"ring {name!r} carries {tile!r}, which is no {kind}")
             for role in (ring.producer, ring.consumer):
                 if role not in self.roles:
                     raise ScheduleError(f"ring {name!r} names {role!r}, which is no role")
@@ -84,6 +115,24 @@ class WarpSpecialized:
                 raise ScheduleError(f"role {role!r} has no method {role}()")
         check_registers(self.roles)
         self.smem.check()
+        if self.accumulators:
+            self._reader_warp()
+            self.tmem.check()
+
+    def _reader_warp(self) -> int:
+        """The first warp of the role that reads the accumulators: it allocates and frees them."""
+        readers = {r.consumer for r in self.rings.values() if isinstance(r, AccumulatorRing)}
+        if len(readers) != 1:
+            raise ScheduleError(f"accumulators are read by {sorted(readers)}; one role is needed")
+        (reader,) = readers
+        first, warps = first_warps(self.roles)[reader], self.roles[reader].warps
+        if first % WARPS_PER_GROUP or warps != WARPS_PER_GROUP:
+            raise ScheduleError(
+                f"role {reader!r} is warps {first} to {first + warps - 1}: a warp reads the 32 "
+                "lanes of tensor memory of its place in its warpgroup, so one whole warpgroup is "
+                f"needed; put it first, with {WARPS_PER_GROUP} warps"
+            )
+        return first
 
     def common_expectations(
         self, loads: Mapping[str, int], stores: Mapping[str, Tile], rank: int = 2
@@ -107,7 +156,7 @@ class WarpSpecialized:
         budgets = {n: r.registers for n, r in self.roles.items() if r.registers is not None}
         fewer = {name: 1 for name, registers in budgets.items() if registers < granted}
         more = {name: 1 for name in budgets if name not in fewer}
-        return (
+        promises = (
             exactly("UTMALDG", copies, "TMA boxes of"),
             exactly(f"UTMALDG.{rank}D.MULTICAST", shared, "boxes shared in the cluster, of"),
             exactly("UTMASTG", written, "TMA boxes of"),
@@ -116,6 +165,13 @@ class WarpSpecialized:
             exactly("USETMAXREG.DEALLOC", fewer, f"fewer than the launch's {granted}:"),
             exactly("USETMAXREG.TRY_ALLOC", more, f"the launch's {granted} or more:"),
         )
+        if self.accumulators:
+            columns = f"{self.tmem.allocated} columns of tensor memory"
+            promises += (
+                Expect("UTCATOMSWS.FIND_AND_SET", "at least", 1, f"{columns} are allocated"),
+                Expect("UTCATOMSWS.AND", "exactly", 1, f"{columns} are freed"),
+            )
+        return promises
 
     def parts(self, tile: str) -> int:
         """CTAs that share the loads of `tile`: each copies that fraction of its rows."""
@@ -137,7 +193,33 @@ class WarpSpecialized:
         for name, tile in self.tiles.items():
             stages = next((r.stages for r in self.rings.values() if name in r.tiles), None)
             tensors[name] = tile.tensor(base + plan.offset(name), stages)
+        if self.accumulators:
+            address = base + plan.offset("tmem address")
+            tensors["tmem_address"] = cute.recast_ptr(address, dtype=cutlass.Int32)
         return SimpleNamespace(**tensors), base + plan.offset("mbarriers")
+
+    @cute.jit
+    def allocate_tmem(self, smem):
+        """Allocate this CTA's columns, by one warp, and show all threads where they begin."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == self._reader_warp():
+            cute.arch.alloc_tmem(self.tmem.allocated, smem.tmem_address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.sync_threads()  # what opens the rings orders mbarriers only
+
+    def accumulator(self, name: str, mma: cute.TiledMma, smem: SimpleNamespace) -> cute.Tensor:
+        """The tensor (instruction, rows, cols, stage) of an accumulator that `mma` writes."""
+        base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, smem.tmem_address)
+        address = base + self.tmem.offset(name)
+        return tcgen05.accumulator(mma, self.accumulators[name], address, self.stages(name))
+
+    @cute.jit
+    def free_tmem(self, smem):
+        """Free this CTA's columns; the role that reads them calls it when all its warps have."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == self._reader_warp():
+            base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, smem.tmem_address)
+            cute.arch.dealloc_tmem(base, self.tmem.allocated)
 
     def open_rings(self, mbarriers: cute.Pointer) -> dict[str, tuple]:
         """The (producer, consumer) ends of every ring, ready for use by all threads."""
@@ -235,5 +317,7 @@ class WarpSpecialized:
     def kernel(self, io):
         """Open the storage and the rings, then run the roles."""
         smem, mbarriers = self.open_storage()
+        if cutlass.const_expr(bool(self.accumulators)):
+            self.allocate_tmem(smem)
         ends = self.open_rings(mbarriers)
         self.run_roles(io, smem, ends)

@@ -10,16 +10,32 @@ one per consumer warp that has read the slot.
                                     [ empty ]  <-  one arrival a warp
 
 Both counts follow from the tables, so no number here can disagree with a copy or a role.
+
+On SM100 the tensor cores themselves take part: their commit empties a slot that they have read
+(`UmmaRing`) and fills a slot of tensor memory that they have written (`AccumulatorRing`).
+
+    mma                              slot                          epilogue
+    UMMA, then commit           ->  [ full  ]  one arrival
+                                    [ acc   ]  ->  wait full, read TMEM
+    wait empty                      [ empty ]  <-  one arrival a thread
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import cutlass.cute as cute
 from cutedsl_fa3.layouts import Tile
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
+from cutlass.pipeline import (
+    Agent,
+    CooperativeGroup,
+    PipelineAsync,
+    PipelineTmaAsync,
+    PipelineTmaUmma,
+    PipelineUmmaAsync,
+)
 
 from .roles import Role
 from .schedule import ScheduleError
@@ -40,6 +56,8 @@ class Ring:
     producer: str = "producer"
     consumer: str = "consumer"
     multicast: Mapping[str, str] = field(default_factory=dict)
+
+    pipeline: ClassVar[type[PipelineAsync]] = PipelineTmaAsync
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -70,11 +88,11 @@ class Ring:
         tiles: Mapping[str, Tile],
         roles: Mapping[str, Role],
         cluster: tuple[int, int] = (1, 1),
-    ) -> PipelineTmaAsync:
+    ) -> PipelineAsync:
         """Initialise the mbarriers (by one thread); the caller synchronises the CTA or cluster."""
         axes = self.multicast.values()
         sharing = ("n" in axes, "m" in axes) if axes else (True, True)
-        return PipelineTmaAsync.create(
+        return self.pipeline.create(
             barrier_storage=barriers,
             num_stages=self.stages,
             producer_group=CooperativeGroup(Agent.Thread),
@@ -82,5 +100,49 @@ class Ring:
             tx_count=self.transaction_bytes(tiles),
             cta_layout_vmnk=cute.make_layout((1, *cluster, 1)),
             mcast_mode_mn=tuple(int(shared) for shared in sharing),
+            defer_sync=True,
+        )
+
+
+@dataclass(frozen=True)
+class UmmaRing(Ring):
+    """A ring whose consumer is the tensor core: the commit after a product empties the slot."""
+
+    consumer: str = "mma"
+
+    pipeline: ClassVar[type[PipelineAsync]] = PipelineTmaUmma
+
+    def arrivals(self, roles: Mapping[str, Role], cluster: tuple[int, int]) -> int:
+        """Arrivals that empty a slot: one commit signals each partner once."""
+        return self.partners(cluster)
+
+
+@dataclass(frozen=True)
+class AccumulatorRing(Ring):
+    """Accumulators in tensor memory, from the tensor core to the threads that read them."""
+
+    producer: str = "mma"
+    consumer: str = "epilogue"
+
+    pipeline: ClassVar[type[PipelineAsync]] = PipelineUmmaAsync
+
+    def arrivals(self, roles: Mapping[str, Role], cluster: tuple[int, int]) -> int:
+        """Arrivals that empty a slot: every thread of the consumer."""
+        return roles[self.consumer].threads
+
+    def open(
+        self,
+        barriers: cute.Pointer,
+        tiles: Mapping[str, Tile],
+        roles: Mapping[str, Role],
+        cluster: tuple[int, int] = (1, 1),
+    ) -> PipelineAsync:
+        """Initialise the mbarriers; a slot is full by one commit, no bytes are counted."""
+        return self.pipeline.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=CooperativeGroup(Agent.Thread, self.arrivals(roles, cluster)),
+            cta_layout_vmnk=cute.make_layout((1, *cluster, 1)),
             defer_sync=True,
         )
