@@ -430,22 +430,40 @@ class PythonIntegers:
     def __init__(self, captures: Sequence[torch.Tensor] = ()) -> None:
         self.captures = captures
 
-    add = staticmethod(lambda a, b: a + b)
-    sub = staticmethod(lambda a, b: a - b)
-    mul = staticmethod(lambda a, b: a * b)
-    floordiv = staticmethod(lambda a, b: a // b)
-    minimum = staticmethod(min)
-    maximum = staticmethod(max)
-    less = staticmethod(lambda a, b: a < b)
-    and_ = staticmethod(lambda a, b: a and b)
-    or_ = staticmethod(lambda a, b: a or b)
-    not_ = staticmethod(lambda a: not a)
+    def add(self, a: int, b: int) -> int:
+        return a + b
 
-    @staticmethod
-    def where(condition: bool, a: int, b: int) -> int:
+    def sub(self, a: int, b: int) -> int:
+        return a - b
+
+    def mul(self, a: int, b: int) -> int:
+        return a * b
+
+    def floordiv(self, a: int, b: int) -> int:
+        return a // b
+
+    def minimum(self, a: int, b: int) -> int:
+        return min(a, b)
+
+    def maximum(self, a: int, b: int) -> int:
+        return max(a, b)
+
+    def less(self, a: int, b: int) -> bool:
+        return a < b
+
+    def and_(self, a: bool, b: bool) -> bool:
+        return a and b
+
+    def or_(self, a: bool, b: bool) -> bool:
+        return a or b
+
+    def not_(self, a: bool) -> bool:
+        return not a
+
+    def where(self, condition: bool, a: int, b: int) -> int:
         return a if condition else b
 
-    def load(self, capture: int, indices: tuple[int, ...]) -> int | bool:
+    def load(self, capture: int, indices: tuple[int, ...]) -> Any:
         """An element, its indices clamped into the tensor as in the kernel."""
         tensor = self.captures[capture]
         inside = [max(0, min(i, n - 1)) for i, n in zip(indices, tensor.shape, strict=True)]

@@ -76,15 +76,14 @@ class _Reader:
         for axis, (index, size) in enumerate(zip(indices, capture.shape, strict=True)):
             inside = index.clamp(0, size - 1)
             if self.visible is not None:
-                self.check(number, axis, index, inside)
+                self.check(number, axis, index, (index != inside) & self.visible)
             clamped.append(inside.long().to(capture.device))
         value = capture[tuple(clamped)].to(self.device)
         if value.is_floating_point():
             return value.to(self.dtype)
         return value if value.dtype == torch.bool else value.long()
 
-    def check(self, number: int, axis: int, index: torch.Tensor, inside: torch.Tensor) -> None:
-        outside = (index != inside) & self.visible
+    def check(self, number: int, axis: int, index: torch.Tensor, outside: torch.Tensor) -> None:
         if outside.any():
             found = torch.broadcast_to(index, outside.shape)[outside][0].item()
             raise IndexError(

@@ -157,6 +157,10 @@ class Builder:
     def const(self, number: bool | int | float) -> Ref:
         return self.append("const", (number,), self.dtype(number))
 
+    def emit_const(self, number: Any, dtype: DType) -> Ref:
+        """A number as a constant of this type."""
+        return self.const({"bool": bool, "int": int, "float": float}[dtype](number))
+
     def load(self, capture: int, indices: tuple[Value, ...], dtype: DType) -> Ref:
         return self.append("load", (capture, *indices), dtype)
 

@@ -165,7 +165,8 @@ def _renumbered(nodes: list[Node], output: Ref, captures: list[int]) -> Graph:
 def _with_new_ids(node: Node, order: dict[int, int], captures: list[int]) -> Node:
     args = tuple(Ref(order[a.id]) if isinstance(a, Ref) else a for a in node.args)
     if node.op == "load":
-        if args[0] not in captures:
-            captures.append(args[0])
-        args = (captures.index(args[0]), *args[1:])
+        number: Any = node.args[0]
+        if number not in captures:
+            captures.append(number)
+        args = (captures.index(number), *args[1:])
     return Node(node.op, args, node.dtype, node.depends)

@@ -233,7 +233,7 @@ def _filled(number: float | None) -> Entry:
         target = b.dtype(x) if dtype is None else _CASTS.get(dtype)
         if target is None:
             raise VariantError(f"dtype {dtype} is not supported; use float32, int32, int64 or bool")
-        return b.const(b.convert(values[0], target))
+        return b.emit_const(values[0], target)
 
     return entry
 

@@ -23,6 +23,15 @@ def current() -> Tracer | None:
     return getattr(active, "tracer", None)
 
 
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator on the traced length."""
+    return lambda self, *others: function(self.traced(), *others)
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: function(other, self.traced())
+
+
 class Symbol:
     """A length that is known only at launch: usable wherever the function computes with indices."""
 
@@ -41,6 +50,11 @@ class Symbol:
             )
         return tracer.traced(tracer.builder.input(self.name))
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.traced(), name)
+
     def __repr__(self) -> str:
         return self.name
 
@@ -54,28 +68,45 @@ class Symbol:
         # Reached only outside a trace: inside, the mode comes first.
         next(a for a in args if isinstance(a, Symbol)).traced()
 
+    __add__ = _forward(operator.add)
+    __radd__ = _reflected(operator.add)
+    __sub__ = _forward(operator.sub)
+    __rsub__ = _reflected(operator.sub)
+    __mul__ = _forward(operator.mul)
+    __rmul__ = _reflected(operator.mul)
+    __truediv__ = _forward(operator.truediv)
+    __rtruediv__ = _reflected(operator.truediv)
+    __floordiv__ = _forward(operator.floordiv)
+    __rfloordiv__ = _reflected(operator.floordiv)
+    __mod__ = _forward(operator.mod)
+    __rmod__ = _reflected(operator.mod)
+    __pow__ = _forward(operator.pow)
+    __rpow__ = _reflected(operator.pow)
+    __lshift__ = _forward(operator.lshift)
+    __rlshift__ = _reflected(operator.lshift)
+    __rshift__ = _forward(operator.rshift)
+    __rrshift__ = _reflected(operator.rshift)
+    __and__ = _forward(operator.and_)
+    __rand__ = _reflected(operator.and_)
+    __or__ = _forward(operator.or_)
+    __ror__ = _reflected(operator.or_)
+    __xor__ = _forward(operator.xor)
+    __rxor__ = _reflected(operator.xor)
+    __lt__ = _forward(operator.lt)
+    __le__ = _forward(operator.le)
+    __gt__ = _forward(operator.gt)
+    __ge__ = _forward(operator.ge)
+    __eq__ = _forward(operator.eq)  # type: ignore[assignment]
+    __ne__ = _forward(operator.ne)  # type: ignore[assignment]
+    __neg__ = _forward(operator.neg)
+    __pos__ = _forward(operator.pos)
+    __abs__ = _forward(operator.abs)
+    __invert__ = _forward(operator.invert)
+    __index__ = _forward(operator.index)
+    __bool__ = _forward(bool)
+    __int__ = _forward(int)
+    __float__ = _forward(float)
 
-def _delegate(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
-
-    def forward(self: Symbol, *others: Any) -> Any:
-        return function(self.traced(), *others)
-
-    return forward
-
-
-def _delegate_reflected(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name)
-    return lambda self, other: function(other, self.traced())
-
-
-_BINARY = "add sub mul truediv floordiv mod pow lshift rshift and_ or_ xor".split()
-for _op in [*_BINARY, *"lt le gt ge eq ne neg pos abs invert index".split()]:
-    setattr(Symbol, f"__{_op.strip('_')}__", _delegate(_op))
-for _op in _BINARY:
-    setattr(Symbol, f"__r{_op.strip('_')}__", _delegate_reflected(_op))
-for _type in (bool, int, float):
-    setattr(Symbol, f"__{_type.__name__}__", lambda self, _type=_type: _type(self.traced()))
 
 seqlen_q = Symbol("seqlen_q")
 seqlen_k = Symbol("seqlen_k")

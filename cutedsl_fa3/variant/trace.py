@@ -12,7 +12,7 @@ import inspect
 import numbers
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.fx
@@ -55,8 +55,8 @@ class Traced(torch.fx.Proxy):
     def __repr__(self) -> str:
         return f"traced({self.tracer.builder.nodes[self.value.id]})"
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args, **kwargs: self.tracer.record(name, (self, *args), kwargs, f".{name}()")
 
@@ -130,11 +130,11 @@ class Tracer(torch.fx.Tracer):
             return self.index(*args)
         return self.record(name, args, kwargs, WRITTEN.get(name, name))
 
-    def refuse(self, problem: str) -> Any:
+    def refuse(self, problem: str) -> NoReturn:
         """Raises: VariantError with the user's line."""
         raise VariantError(f"{self.role} at {location()}: {problem}") from None
 
-    def refuse_conversion(self, asked_for: str) -> Any:
+    def refuse_conversion(self, asked_for: str) -> NoReturn:
         """Raises: VariantError naming the Python construct that needs one number."""
         written, instead = construct(asked_for)
         self.refuse(
@@ -280,13 +280,12 @@ def trace(function: Callable[..., Any], role: str, captures: list[torch.Tensor])
     """
     _check_parameters(function, role)
     tracer = Tracer(role, captures)
-    inputs = [tracer.traced(tracer.builder.input(_INPUT.get(p, p))) for p in PARAMETERS[role]]
+    inputs = [
+        tracer.traced(tracer.builder.input("score" if p == "s" else p)) for p in PARAMETERS[role]
+    ]
     with _tracing(tracer):
         result = _result(tracer, function(*inputs), function)
     return Graph(tuple(tracer.builder.nodes), result.id)
-
-
-_INPUT = {"s": "score"}
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -27,7 +27,7 @@ class Variant:
     Raises: VariantError where a function cannot become a graph.
     """
 
-    __slots__ = ("captures", "mask", "score")
+    __slots__ = ("__weakref__", "captures", "mask", "score")
 
     score: Graph | None
     mask: Graph | None

@@ -50,7 +50,7 @@ class Watch(TorchFunctionMode):
         if bare == "getitem":
             return tracer.index(*args)
         if name.startswith("__") and bare in _CONVERSIONS:
-            return tracer.refuse_conversion(bare)
+            tracer.refuse_conversion(bare)
         if name in ("item", "tolist", "numpy", "__array__"):
             tracer.refuse(
                 f"{written} would freeze the value of a captured tensor; use the tensor itself "
@@ -60,7 +60,7 @@ class Watch(TorchFunctionMode):
             return tracer.record(bare, args, kwargs, written)
         if not tensors and name in _CONSTANTS:
             return self.constant(func, args, kwargs, written)
-        return tracer.refuse(
+        tracer.refuse(
             f"{written} on captured tensors only would be frozen into the kernel at its present "
             "value; do it outside and capture the result, or index the tensor first and apply it "
             "to the element"

@@ -250,6 +250,7 @@ def test_length_symbols_combine_with_each_other_and_with_torch_functions():
         mask=lambda b, h, q, k: torch.minimum(seqlen_q, k) < 2 * seqlen_k - seqlen_q + abs(seqlen_q)
     ).text
     assert "minimum" in text and "mul(2, " in text
+    assert "to_float" in score_text(lambda s, b, h, q, k: s / seqlen_k.float().log())
 
 
 def test_length_symbols_have_no_value_outside_a_trace():
