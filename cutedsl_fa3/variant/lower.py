@@ -92,6 +92,11 @@ def reciprocal(a: Float32) -> Float32:
     return cute.math.rcp(a, approx=True, ftz=True)
 
 
+def _has_reciprocal(number: float) -> bool:
+    """Whether 1 / number is a normal fp32 number, so that multiplying by it divides."""
+    return 2.0**-126 <= abs(number) <= 2.0**126
+
+
 def _sigmoid(a: Float32) -> Float32:
     return reciprocal(exp2(a * -LOG2_E) + 1.0)
 
@@ -221,7 +226,7 @@ class Lowering:
             return inputs[node.args[0]]
         if node.op == "const":
             return KINDS[node.dtype](node.args[0])
-        if node.op == "div" and isinstance(node.args[1], float):
+        if node.op == "div" and isinstance(node.args[1], float) and _has_reciprocal(node.args[1]):
             return value(node.args[0].id) * (1.0 / node.args[1])
         operands = [
             value(a.id) if isinstance(a, Ref) else self._literal(node, i, a)
@@ -243,9 +248,10 @@ def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
     Tiles reach past the ends of the sequences, and masked positions may index anywhere; neither may
     read outside the tensor.
     """
+    extents = capture.shape if indices else ()  # a scalar is passed as one element
     clamped = [
         select(i < 0, Int32(0), select(i < size, i, size - 1))
-        for i, size in zip(indices, capture.shape, strict=True)
+        for i, size in zip(indices, extents, strict=True)
     ]
     element = capture[tuple(clamped)] if clamped else capture[0]
     if dtype == "bool":
@@ -254,10 +260,15 @@ def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
 
 
 class DeviceIntegers:
-    """Key arithmetic inside a kernel: what is a Python number stays one, the rest is Int32."""
+    """Key arithmetic inside a kernel: what is a Python number stays one, the rest is Int32.
 
-    def __init__(self, captures: tuple[cute.Tensor, ...]) -> None:
+    `mask` tells which captured tensors hold bools, since these are passed as bytes.
+    """
+
+    def __init__(self, captures: tuple[cute.Tensor, ...], mask: Graph | None) -> None:
         self.captures = captures
+        loads = (node for node in mask.nodes if node.op == "load") if mask else ()
+        self.dtypes = {node.args[0]: node.dtype for node in loads}
 
     add = staticmethod(operator.add)
     sub = staticmethod(operator.sub)
@@ -291,14 +302,12 @@ class DeviceIntegers:
         return cls.not_(cls.and_(cls.not_(a), cls.not_(b)))
 
     def load(self, capture: int, indices: tuple[Any, ...]) -> Any:
-        tensor = self.captures[capture]
-        dtype = "bool" if tensor.element_type is Uint8 else "int"
-        return load(tensor, [Int32(i) for i in indices], dtype)
+        return load(self.captures[capture], [Int32(i) for i in indices], self.dtypes[capture])
 
 
 def visits(
     mask: Graph | None, tile: QueryTile, tile_n: int, captures: tuple[cute.Tensor, ...]
 ) -> Runs:
     """The key tiles that one tile of queries visits, from a few integers; see `bounds`."""
-    ints = DeviceIntegers(captures)
+    ints = DeviceIntegers(captures, mask)
     return visit_runs(key_sets(mask, tile, ints), tile_n, tile.seqlen_k, ints)
