@@ -127,13 +127,20 @@ def build(copy: Path, hook: str) -> Path:
 
 
 def installed_layouts(site: Path) -> Path:
-    """Where `cutedsl_fa3.layouts` comes from in an interpreter with `site` as its site folder."""
+    """Where `cutedsl_fa3.layouts` comes from in an interpreter with `site` before its own."""
     code = (
-        f"import site; site.addsitedir({str(site)!r})\n"
+        "import site, sys\n"
+        # This checkout may itself be installed; an editable one has a finder.
+        "sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in f.__module__]\n"
+        "for name in [name for name in sys.modules if name.startswith('__editable__')]:\n"
+        "    del sys.modules[name]\n"
+        f"sys.path.insert(0, {str(site)!r})\n"
+        f"site.addsitedir({str(site)!r})\n"
         "import cutedsl_fa3.pipelines, cutedsl_fa3.layouts.errors as found; print(found.__file__)"
     )
     run = [sys.executable, "-I", "-c", code]
-    result = subprocess.run(run, cwd=site, check=True, capture_output=True, text=True)
+    result = subprocess.run(run, cwd=site, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     return Path(result.stdout.strip())
 
 
