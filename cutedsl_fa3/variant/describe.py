@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .bounds import KeySet, QueryTile, key_sets
 from .graph import Graph
+from .keys import KeySet, QueryTile, key_sets
 from .solve import LARGEST
 
 Word = Any  # int or Sum

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from cutedsl_fa3 import masks
 from cutedsl_fa3.variant import Variant, seqlen_k, seqlen_q
-from cutedsl_fa3.variant.bounds import (
-    Keys,
-    PythonIntegers,
-    QueryTile,
-    classify,
-    key_sets,
-    spans,
-    visit_runs,
-)
+from cutedsl_fa3.variant.bounds import PythonIntegers, classify, spans, visit_runs
 from cutedsl_fa3.variant.evaluate import evaluate
+from cutedsl_fa3.variant.keys import Keys, QueryTile, key_sets
 
 LENGTHS = torch.tensor([5, 0, 37], dtype=torch.int32)
 WIDTHS = torch.tensor([3, 0, 11, 64])
