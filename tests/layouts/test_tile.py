@@ -9,6 +9,11 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import from_dlpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from cutedsl_fa3.layouts import (
     NONE,
     SW32,
@@ -20,10 +25,6 @@ from cutedsl_fa3.layouts import (
     host_cute,
     transposed,
 )
-from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import from_dlpack
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 DTYPES = (
     cutlass.Int8,

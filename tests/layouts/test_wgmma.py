@@ -7,8 +7,9 @@ from itertools import product
 import cutlass
 import cutlass.cute as cute
 import pytest
-from cutedsl_fa3.layouts import LayoutError, Tile, host_cute, wgmma
 from on_sm90 import on_sm90
+
+from cutedsl_fa3.layouts import LayoutError, Tile, host_cute, wgmma
 
 BF16 = cutlass.BFloat16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cutlass
+
 from cutedsl_fa3.layouts import Tile
 from cutedsl_fa3.pipelines import Barrier, Barriers, Ring, Role, WarpSpecialized
 

@@ -9,10 +9,11 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
-from cutedsl_fa3.pipelines import Barrier, Barriers, ScheduleError, Turns
 from cutlass.cute.runtime import from_dlpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cutedsl_fa3.pipelines import Barrier, Barriers, ScheduleError, Turns
 
 WARPGROUP = 128
 

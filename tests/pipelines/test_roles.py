@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
 from cutedsl_fa3.pipelines import (
     CP_ASYNC_BUDGETS,
     TMA_BUDGETS,
@@ -12,8 +15,6 @@ from cutedsl_fa3.pipelines import (
     launch_registers,
 )
 from cutedsl_fa3.pipelines.roles import first_warps
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 PUBLISHED = [
     *((n, *budget) for n, budget in TMA_BUDGETS.items()),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cutedsl_fa3.pipelines import Schedule, ScheduleError
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cutedsl_fa3.pipelines import Schedule, ScheduleError
 
 
 def test_the_default_is_valid():

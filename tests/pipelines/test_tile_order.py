@@ -5,10 +5,11 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutedsl_fa3.pipelines import MAX_GRID, TileOrder
 from cutlass.cute.runtime import from_dlpack
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cutedsl_fa3.pipelines import MAX_GRID, TileOrder
 
 groups = st.integers(1, 32)
 

@@ -6,12 +6,13 @@ from itertools import pairwise
 
 import cutlass
 import pytest
-from cutedsl_fa3.layouts import LayoutError, Tile
-from cutedsl_fa3.pipelines import Ring, Role, ScheduleError
 from cutlass.memory import SmemAllocator
 from handover import Handover
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cutedsl_fa3.layouts import LayoutError, Tile
+from cutedsl_fa3.pipelines import Ring, Role, ScheduleError
 
 
 def extent(kernel: Handover, name: str) -> range:
