@@ -119,6 +119,7 @@ class Tracer(torch.fx.Tracer):
         self.captures = captures
         self.numbers = {id(tensor): i for i, tensor in enumerate(captures)}
         self.partial: dict[int, tuple[int, tuple[Value, ...]]] = {}  # loads that lack indices
+        self.refusal: VariantError | None = None
         self.computing = False  # the tracer itself runs torch, to make a constant
 
     # Called by torch.fx.Proxy for each operator.
@@ -132,7 +133,8 @@ class Tracer(torch.fx.Tracer):
 
     def refuse(self, problem: str) -> NoReturn:
         """Raises: VariantError with the user's line."""
-        raise VariantError(f"{self.role} at {location()}: {problem}") from None
+        self.refusal = VariantError(f"{self.role} at {location()}: {problem}")
+        raise self.refusal from None
 
     def refuse_conversion(self, asked_for: str) -> NoReturn:
         """Raises: VariantError naming the Python construct that needs one number."""
@@ -283,8 +285,15 @@ def trace(function: Callable[..., Any], role: str, captures: list[torch.Tensor])
     inputs = [
         tracer.traced(tracer.builder.input("score" if p == "s" else p)) for p in PARAMETERS[role]
     ]
-    with _tracing(tracer):
-        result = _result(tracer, function(*inputs), function)
+    try:
+        with _tracing(tracer):
+            result = _result(tracer, function(*inputs), function)
+    except VariantError:
+        raise
+    except Exception:
+        if tracer.refusal is not None:  # a scripted function wraps it in an error of its own
+            raise tracer.refusal from None
+        raise
     return Graph(tuple(tracer.builder.nodes), result.id)
 
 

@@ -94,7 +94,9 @@ class NothingRuns(TorchDispatchMode):
         if not self.tracer.computing and any(
             isinstance(leaf, torch.Tensor) for leaf in _leaves((args, kwargs or {}))
         ):
-            self.tracer.refuse(f"{func} on captured tensors only would be frozen into the kernel")
+            self.tracer.refuse(
+                f"{func} on captured tensors only would be frozen into the kernel; do it outside"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -116,6 +118,6 @@ def _names(func: Any) -> tuple[str, str]:
         return name, f".{name}"
     if "." in name:  # an overload, such as tanh.default
         name = name.split(".")[0]
-    if torch.overrides.is_tensor_method_or_property(func):
+    if getattr(torch.Tensor, name, None) is func:
         return name, f"Tensor.{name}"
     return name, f"torch.{name}"

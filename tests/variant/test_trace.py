@@ -300,6 +300,31 @@ def test_operations_on_captured_tensors_only_are_refused_by_name(function, named
     assert "test_trace.py:" in message
 
 
+def hyperbolic(x):
+    return torch.tanh(x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # scripting is deprecated, and still in use
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.jit.script(hyperbolic),
+        lambda: torch.compile(hyperbolic, backend="eager"),
+        torch.nn.Tanh,
+        lambda: Doubled.apply,
+    ],
+)
+def test_compiled_scripted_and_autograd_helpers_cannot_freeze_a_captured_tensor(made):
+    helper = made()
+    assert "outside" in refused(score=lambda s, b, h, q, k: s * helper(W)[h])
+
+
 def test_captured_tensors_used_whole_or_half_indexed_are_refused():
     assert "index it to one element" in refused(score=lambda s, b, h, q, k: s + W)
     assert "one index for each dimension" in refused(score=lambda s, b, h, q, k: s + TABLE[h])
