@@ -27,11 +27,12 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutedsl_fa3.layouts import Accumulator, Buffer, Columns, SmemPlan, Tile, TmemPlan, tcgen05
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.pipeline.sm90 import ImmutableResourceHandle
+
+from cutedsl_fa3.layouts import Accumulator, Buffer, Columns, SmemPlan, Tile, TmemPlan, tcgen05
 
 from .barriers import Barriers
 from .expect import Expect, exactly

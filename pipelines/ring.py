@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import cutlass.cute as cute
-from cutedsl_fa3.layouts import Tile
 from cutlass.pipeline import (
     Agent,
     CooperativeGroup,
@@ -36,6 +35,8 @@ from cutlass.pipeline import (
     PipelineTmaUmma,
     PipelineUmmaAsync,
 )
+
+from cutedsl_fa3.layouts import Tile
 
 from .roles import Role
 from .schedule import ScheduleError
@@ -92,13 +93,14 @@ class Ring:
         """Initialise the mbarriers (by one thread); the caller synchronises the CTA or cluster."""
         axes = self.multicast.values()
         sharing = ("n" in axes, "m" in axes) if axes else (True, True)
+        told = cluster if axes else (1, 1)  # what nobody shares concerns this CTA alone
         return self.pipeline.create(
             barrier_storage=barriers,
             num_stages=self.stages,
             producer_group=CooperativeGroup(Agent.Thread),
             consumer_group=CooperativeGroup(Agent.Thread, self.arrivals(roles, cluster)),
             tx_count=self.transaction_bytes(tiles),
-            cta_layout_vmnk=cute.make_layout((1, *cluster, 1)),
+            cta_layout_vmnk=cute.make_layout((1, *told, 1)),
             mcast_mode_mn=tuple(int(shared) for shared in sharing),
             defer_sync=True,
         )
@@ -143,6 +145,6 @@ class AccumulatorRing(Ring):
             num_stages=self.stages,
             producer_group=CooperativeGroup(Agent.Thread),
             consumer_group=CooperativeGroup(Agent.Thread, self.arrivals(roles, cluster)),
-            cta_layout_vmnk=cute.make_layout((1, *cluster, 1)),
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             defer_sync=True,
         )
