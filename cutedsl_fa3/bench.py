@@ -338,15 +338,11 @@ def at_indices(chosen: Named, batch: int, head: int, rows: torch.Tensor) -> Vari
     batches = rows.new_tensor([batch])
     heads = rows.new_tensor([head])
     score, mask = chosen.score, chosen.mask
-    moved_score = moved_mask = None
-    if score is not None:
 
-        def moved_score(s, b, h, q, k):
-            return score(s, batches[b], heads[h], rows[q], k)
+    def moved_score(s, b, h, q, k):
+        return score(s, batches[b], heads[h], rows[q], k)
 
-    if mask is not None:
+    def moved_mask(b, h, q, k):
+        return mask(batches[b], heads[h], rows[q], k)
 
-        def moved_mask(b, h, q, k):
-            return mask(batches[b], heads[h], rows[q], k)
-
-    return Variant(score=moved_score, mask=moved_mask)
+    return Variant(score=score and moved_score, mask=mask and moved_mask)

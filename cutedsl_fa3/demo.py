@@ -80,10 +80,12 @@ def _sdpa_with_bias(inputs: Inputs) -> Call:
     q, k, v = inputs.heads_first()
     heads, seqlen_q, seqlen_k = q.shape[1], q.shape[2], k.shape[2]
     h, i, j = (torch.arange(n, device=q.device) for n in (heads, seqlen_q, seqlen_k))
+    score, mask = inputs.named.score, inputs.named.mask
+    assert score and mask
     bias = q.new_empty(1, heads, seqlen_q, seqlen_k)
-    for head in h:  # head by head: the fp32 score of all heads would be twice the bias
-        score = inputs.named.score(q.new_zeros(()).float(), 0, head, i[:, None], j)
-        bias[0, head] = score.masked_fill(~inputs.named.mask(0, head, i[:, None], j), float("-inf"))
+    for head in h:  # head by head: the fp32 values of all heads would be twice the bias
+        values = score(q.new_zeros(()).float(), 0, head, i[:, None], j)
+        bias[0, head] = values.masked_fill(~mask(0, head, i[:, None], j), float("-inf"))
     attention = torch.nn.functional.scaled_dot_product_attention
     return lambda: attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
