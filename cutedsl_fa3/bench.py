@@ -12,9 +12,10 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,8 @@ from .peers import OURS, PROVIDERS, Call, Inputs, Provider
 from .problem import DTYPES
 from .record import Row
 from .variant import Variant
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Grid:
     variants: tuple[str, ...] = ("full", "causal")
     dtypes: tuple[str, ...] = ("bf16",)
     head_dims: tuple[int, ...] = (64, 128)
-    seqlens: tuple[int, ...] = (1024, 4096, 8192, 16384)
+    seqlens: tuple[int, ...] = (1024, 4096, 16384)
     tokens: int = 16384
     hidden: int = 2048
     group: int = 1
@@ -136,6 +139,7 @@ class Timing:
 
 BURST = Timing("burst", idle_ms=30.0, window_ms=8.0, rounds=9)
 SUSTAINED = Timing("sustained", idle_ms=0.0, window_ms=300.0, rounds=3)
+SLOW_TO_PREPARE = 8.0  # seconds that deserve a line of their own
 
 
 class WrongResult(RuntimeError):
@@ -177,9 +181,8 @@ def run(
     timing: Timing,
     report: Callable[[str], None],
     seed: int = 0,
-) -> list[Row]:
-    """Measure every case, reporting a line for each, and what is absent once."""
-    rows: list[Row] = []
+) -> Iterator[list[Row]]:
+    """The rows of each case in turn, with a line for each, and what is absent once."""
     said: set[str] = set()
 
     def once(line: str) -> None:
@@ -188,11 +191,12 @@ def run(
             report(line)
 
     for case in cases:
+        start = time.perf_counter()
         measured = measure(case, providers, timing, once, seed)
         speeds = ", ".join(f"{row.provider} {row.tflops:.0f}" for row in measured)
-        report(f"{case}: {speeds or 'nothing'} TFLOP/s")
-        rows += measured
-    return rows
+        seconds = time.perf_counter() - start
+        report(f"{case}: {speeds or 'nothing'} TFLOP/s ({seconds:.0f} s)")
+        yield measured
 
 
 def measure(
@@ -208,11 +212,14 @@ def measure(
     Raises: whatever this project's own kernel raises, WrongResult included.
     """
     inputs = case.inputs(device, seed)
+    sampled = samples(inputs, seed)
     calls: dict[str, Call] = {}
+    errors: dict[str, float] = {}
     for provider in providers:
+        start = time.perf_counter()
         try:
             call = provider.prepare(inputs)
-            check(inputs, call, seed)
+            errors[provider.name] = check(inputs, call, sampled)
             calls[provider.name] = call
         except Exception as error:
             if provider.name == OURS:
@@ -222,10 +229,12 @@ def measure(
                 continue
             reason = (str(error).splitlines() or [""])[0]
             report(f"{provider.name}: no time for {case}: {type(error).__name__}: {reason}")
-    samples = take_turns(calls, timing, seed)
+        seconds = time.perf_counter() - start
+        if seconds > SLOW_TO_PREPARE:
+            report(f"{provider.name}: {seconds:.0f} s to compile and check {case}")
     flops = case.flops
     rows = []
-    for name, times in samples.items():
+    for name, times in take_turns(calls, timing, seed).items():
         ms = statistics.median(times)
         rows.append(
             Row(
@@ -234,37 +243,75 @@ def measure(
                 **asdict(case),
                 ms=round(ms, 6),
                 tflops=round(flops / ms / 1e9, 2),
+                max_error=float(f"{errors[name]:.4g}"),
                 samples=tuple(round(sample, 6) for sample in times),
             )
         )
     return rows
 
 
-def take_turns(calls: dict[str, Call], timing: Timing, seed: int = 0) -> dict[str, list[float]]:
+def take_turns(calls: dict[Key, Call], timing: Timing, seed: int = 0) -> dict[Key, list[float]]:
     """Milliseconds per call, by name and round; each round in an order of its own."""
     shuffler, repeats = random.Random(seed), {}
     for name, call in calls.items():
         timing.clock(call, 2)
         repeats[name] = max(1, round(timing.window_ms / timing.clock(call, 3)))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Key, list[float]] = {name: [] for name in calls}
     order = list(calls)
     for _ in range(timing.rounds):
         shuffler.shuffle(order)
         for name in order:
             time.sleep(timing.idle_ms / 1e3)
-            samples[name].append(timing.clock(calls[name], repeats[name]))
-    return samples
+            times[name].append(timing.clock(calls[name], repeats[name]))
+    return times
 
 
-def check(inputs: Inputs, call: Call, seed: int = 0) -> None:
-    """Compare sampled rows of one call with fp64.
+@dataclass(frozen=True)
+class Sample:
+    """Some query rows of one head: what is right in fp64, and the error that a dtype explains.
+
+    Shape: exact (len(rows), head_dim_v).
+    """
+
+    batch: int
+    head: int
+    rows: list[int]
+    exact: torch.Tensor
+    allowed: float
+
+
+def samples(inputs: Inputs, seed: int = 0, count: int = 4) -> list[Sample]:
+    """Rows of `count` heads, the same for every provider that is checked with them.
+
+    The error may be twice that of torch at the input dtype plus one rounding of the result.
+    """
+    picker = random.Random(seed)
+    picked = []
+    for _ in range(count):
+        batch, head = picker.randrange(inputs.q.shape[0]), picker.randrange(inputs.q.shape[2])
+        rows = sampled_rows(inputs.q.shape[1], picker)
+        exact = exact_rows(inputs, batch, head, rows)
+        rounded = rounded_rows(inputs, batch, head, rows)
+        allowed = tolerance(exact, rounded)
+        picked.append(Sample(batch, head, rows, exact, allowed))
+    return picked
+
+
+def tolerance(exact: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Twice the error of torch's own result at a dtype, plus one rounding to it."""
+    error = (rounded.double() - exact).abs().max().item()
+    return 2 * error + torch.finfo(rounded.dtype).eps * exact.abs().max().item()
+
+
+def check(inputs: Inputs, call: Call, sampled: list[Sample] | None = None) -> float:
+    """The largest error of one call against fp64 in the sampled rows.
 
     The memory that the call is about to use for its output is filled with NaN first, so a row that
-    is never written cannot pass. The error may be twice that of torch at the input dtype plus one
-    rounding of the result.
+    is never written cannot pass.
 
-    Raises: WrongResult with both errors.
+    Raises: WrongResult with the error found and the one allowed.
     """
+    sampled = samples(inputs) if sampled is None else sampled
     shape = (*inputs.q.shape[:3], inputs.v.shape[3])
     poison = inputs.q.new_full(shape, float("nan"))
     del poison  # the caching allocator hands the same block to the next tensor of this size
@@ -273,21 +320,16 @@ def check(inputs: Inputs, call: Call, seed: int = 0) -> None:
         raise WrongResult(f"output of shape {tuple(out.shape)} instead of {shape}")
     if not bool(torch.isfinite(out).all()):
         raise WrongResult("output with NaN or infinity")
-    picker = random.Random(seed)
-    for _ in range(4):
-        batch, head = picker.randrange(shape[0]), picker.randrange(shape[2])
-        rows = sampled_rows(shape[1], picker)
-        exact = exact_rows(inputs, batch, head, rows)
-        rounded = rounded_rows(inputs, batch, head, rows)
-        found = out[batch, rows, head].double()
-        error = (found - exact).abs().max().item()
-        allowed = 2 * (rounded.double() - exact).abs().max().item()
-        allowed += torch.finfo(inputs.q.dtype).eps * exact.abs().max().item()
-        if not error <= allowed:
+    largest = 0.0
+    for one in sampled:
+        error = (out[one.batch, one.rows, one.head].double() - one.exact).abs().max().item()
+        if not error <= one.allowed:
             raise WrongResult(
-                f"error {error:.3g} against fp64 at batch {batch}, head {head}; torch at "
-                f"{inputs.q.dtype} allows {allowed:.3g}"
+                f"error {error:.3g} against fp64 at batch {one.batch}, head {one.head}; torch at "
+                f"{inputs.q.dtype} allows {one.allowed:.3g}"
             )
+        largest = max(largest, error)
+    return largest
 
 
 def sampled_rows(seqlen_q: int, picker: random.Random, count: int = 62) -> list[int]:

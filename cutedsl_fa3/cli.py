@@ -4,8 +4,9 @@ A command that refuses (a rule of the layouts, the schedule or the variant is br
 rule and exits with 2; an audit that finds a difference, or a command without its GPU, with 1.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,6 +128,15 @@ def run_demo() -> None:
     raise typer.Exit(0 if demo.main() else 1)
 
 
+Rounds = Annotated[int | None, typer.Option(help="Rounds, each in an order of its own.")]
+Seed = Annotated[int, typer.Option(help="Of inputs, orders and sampled rows.")]
+Out = Annotated[Path | None, typer.Option(help="Folder or .json file of the record.")]
+Commit = Annotated[
+    str | None, typer.Option(help="The commit of these sources, where .git is absent.")
+]
+AllowDirty = Annotated[bool, typer.Option(help="Record uncommitted changes, and say so.")]
+
+
 @app.command("bench")
 def run_bench(
     variant: Annotated[
@@ -137,37 +147,34 @@ def run_bench(
     ] = "cutedsl_fa3,fa3,fa4,cudnn,fa2,flex",
     dtypes: Annotated[str, typer.Option(help="bf16, fp16, by comma.")] = "bf16",
     head_dims: Annotated[str, typer.Option(help="Head sizes, by comma.")] = "64,128",
-    seqlens: Annotated[str, typer.Option(help="Lengths, by comma.")] = "1024,4096,8192,16384",
+    seqlens: Annotated[str, typer.Option(help="Lengths, by comma.")] = "1024,4096,16384",
     tokens: Annotated[int, typer.Option(help="Tokens of all sequences together.")] = 16384,
     hidden: Annotated[int, typer.Option(help="heads x head_dim.")] = 2048,
     group: Annotated[int, typer.Option(help="Query heads that share a key head.")] = 1,
-    rounds: Annotated[int | None, typer.Option(help="Rounds, each in an order of its own.")] = None,
+    rounds: Rounds = None,
     sustained: Annotated[
         bool, typer.Option(help="Long windows at the power limit instead of bursts.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of inputs, orders and sampled rows.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder or .json file of the record.")] = None,
-    commit: Annotated[
-        str | None, typer.Option(help="The commit of these sources, where .git is absent.")
-    ] = None,
-    allow_dirty: Annotated[
-        bool, typer.Option(help="Record uncommitted changes, and say so.")
-    ] = False,
+    seed: Seed = 0,
+    out: Out = None,
+    commit: Commit = None,
+    allow_dirty: AllowDirty = False,
     readme: Annotated[
-        bool, typer.Option(help="Measure nothing: put the newest record's table in README.md.")
+        bool, typer.Option(help="Measure nothing: put the newest records' tables in README.md.")
     ] = False,
 ) -> None:
-    """Time the forward beside its peers, and write a record with everything needed to repeat it."""
-    from . import bench, record
+    """Time the forward beside its peers, and write a record with everything needed to repeat it.
+
+    After every case the record is on disk, marked as partial; a run that ends early leaves it.
+    """
+    from . import bench, peers, record, tables
 
     if readme:
-        text = record.README.read_text()
-        record.README.write_text(record.with_tables(text, record.newest()))
+        tables.README.write_text(tables.refreshed(tables.README.read_text()))
         return
     timing = bench.SUSTAINED if sustained else bench.BURST
-    if rounds is not None:
-        timing = replace(timing, rounds=rounds)
-    try:
+    timing = timing if rounds is None else replace(timing, rounds=rounds)
+    with _refusals():
         grid = bench.Grid(
             variants=tuple(variant or ("full", "causal")),
             dtypes=tuple(dtypes.split(",")),
@@ -181,8 +188,77 @@ def run_bench(
         cases = grid.cases()
         bench.require_gpu()
         meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
+    meta |= {"peers": peers.versions()}
+    path, rows = record.place(meta, out), []
+    _say(f"record, partial until the last case: {path}")
+    for measured in bench.run(cases, chosen, timing, report=_say, seed=seed):
+        rows += measured
+        record.Record(meta | {"partial": True}, tuple(rows)).write(path)
+    _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
+
+
+@app.command("bench-gemm")
+def run_bench_gemm(
+    size: Annotated[str, typer.Option(help="m, n and k by comma, or one for all.")] = "8192",
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    tile_m: Annotated[int, typer.Option(help="Rows of a tile of C.")] = 128,
+    tile_n: Annotated[int, typer.Option(help="Columns of a tile of C.")] = 256,
+    consumers: Annotated[int, typer.Option(help="Consumer warpgroups.")] = 2,
+    stages: Annotated[str, typer.Option(help="Ring depths, by comma.")] = "1,2,3,4",
+    clusters: Annotated[str, typer.Option(help="CTAs along m x n, by comma.")] = "1x1,2x1,1x2",
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    out: Out = None,
+    commit: Commit = None,
+    allow_dirty: AllowDirty = False,
+) -> None:
+    """Time the GEMM at every depth and cluster shape beside cuBLAS, and write a record."""
+    from . import bench, bench_gemm, record
+
+    timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
+    with _refusals():
+        lengths = [int(part) for part in size.split(",")]
+        if len(lengths) not in (1, 3):
+            raise ValueError(f"--size {size}: one number, or m,n,k")
+        problem = bench_gemm.Size(*(lengths * 3)[:3], dtype=dtype)
+        chosen = bench_gemm.schedules(
+            tile_m,
+            tile_n,
+            consumers,
+            tuple(map(int, stages.split(","))),
+            tuple(_extents(shape) for shape in clusters.split(",")),
+        )
+        bench_gemm.require_fit(chosen, dtype)
+        bench.require_gpu()
+        meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
+    rows = bench_gemm.measure(problem, chosen, timing, report=_say, seed=seed)
+    path = record.place(meta, out, "gemm")
+    _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
+
+
+def _extents(shape: str) -> tuple[int, int]:
+    """A cluster as "2x1".
+
+    Raises: ValueError.
+    """
+    m, _, n = shape.partition("x")
+    if not (m.isdigit() and n.isdigit()):
+        raise ValueError(f"cluster {shape!r}: CTAs along m x n are needed, as in '2x1'")
+    return int(m), int(n)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Say what is refused and exit with 2, or with 1 where only the GPU is missing."""
+    from . import bench
+
+    try:
+        yield
     except (ValueError, bench.NoDevice) as error:
         typer.echo(f"refused: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, bench.NoDevice) else 2) from None
-    rows = bench.run(cases, chosen, timing, report=print, seed=seed)
-    print(f"record: {record.Record(meta, tuple(rows)).write(record.place(meta, out))}")
+
+
+def _say(line: str) -> None:
+    """Print at once: a run is followed through a pipe."""
+    print(line, flush=True)

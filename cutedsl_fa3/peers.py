@@ -140,7 +140,8 @@ def _sdpa(backend_name: str) -> Callable[[Inputs], Call]:
 def _flex(inputs: Inputs) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Each problem compiles anew; past a limit of recompilations torch would run it uncompiled.
+    # Each problem compiles once, here forgotten: with shapes fixed no code serves two problems, and
+    # past a limit of recompilations torch would run the next one uncompiled.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     q, k, v = inputs.heads_first()
@@ -170,3 +171,9 @@ PROVIDERS: dict[str, Provider] = {
         Provider("flex", "torch", _flex),
     )
 }
+
+
+def versions() -> dict[str, str]:
+    """The peers that are installed here, by name."""
+    peers = [provider for provider in PROVIDERS.values() if provider.name != OURS]
+    return {peer.name: peer.version for peer in peers if peer.version}

@@ -1,21 +1,21 @@
-"""Measurement records: what ran where, as JSON, and the README tables made from them."""
+"""Measurement records: what ran where, as JSON.
+
+A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
+name says what was measured: `bench` (rows of `Row`) or `gemm` (rows of `GemmRow`). One marked
+`partial` holds what was measured before a run ended early; no table is made from it.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .peers import OURS, PROVIDERS
-
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "notebooks" / "data"
-README = ROOT / "README.md"
-START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 META = (
     "device",
     "driver",
@@ -38,6 +38,7 @@ class Row:
 
     Units: `ms` is the median of `samples` (milliseconds per call); `tflops` counts
     2 x (head_dim + head_dim_v) for each visible pair of query and key, causal as half of all pairs.
+    `max_error` is the largest difference from fp64 in rows that are the same for every provider.
     """
 
     provider: str
@@ -53,6 +54,7 @@ class Row:
     kv_heads: int
     ms: float
     tflops: float
+    max_error: float
     samples: tuple[float, ...]
 
     @property
@@ -62,7 +64,30 @@ class Row:
         return tuple(row[name] for name in row if name not in _MEASURED)
 
 
-_MEASURED = ("provider", "ms", "tflops", "samples")
+@dataclass(frozen=True)
+class GemmRow:
+    """One kernel's time on C = A @ B^T; where cuBLAS chose tiles and depth, these are None.
+
+    Units: as for `Row`; `cluster` counts CTAs along (m, n).
+    """
+
+    provider: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    tile_m: int | None
+    tile_n: int | None
+    stages: int | None
+    consumers: int | None
+    cluster: tuple[int, int] | None
+    ms: float
+    tflops: float
+    max_error: float
+    samples: tuple[float, ...]
+
+
+_MEASURED = ("provider", "ms", "tflops", "max_error", "samples")
 
 
 @dataclass(frozen=True)
@@ -70,10 +95,10 @@ class Record:
     """Rows of one run with everything needed to repeat it."""
 
     meta: dict[str, Any]
-    rows: tuple[Row, ...] = field(default=())
+    rows: tuple[Any, ...] = field(default=())
 
     def write(self, path: Path) -> Path:
-        """Write as JSON: a row a line.
+        """Write as JSON, a row a line, in one step: a run may be killed at any moment.
 
         Raises: RecordError when meta lacks a field.
         """
@@ -83,32 +108,41 @@ class Record:
         rows = ",\n".join(f"    {json.dumps(asdict(row))}" for row in self.rows)
         meta = json.dumps(self.meta, indent=2).replace("\n", "\n  ")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{{\n  "meta": {meta},\n  "rows": [\n{rows}\n  ]\n}}\n')
-        return path
+        beside = path.with_suffix(".tmp")
+        beside.write_text(f'{{\n  "meta": {meta},\n  "rows": [\n{rows}\n  ]\n}}\n')
+        return beside.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Record:
         """The record in a file."""
         content = json.loads(path.read_text())
-        rows = (Row(**{**row, "samples": tuple(row["samples"])}) for row in content["rows"])
-        return cls(content["meta"], tuple(rows))
+        return cls(content["meta"], tuple(_row(fields) for fields in content["rows"]))
 
 
-def place(meta: dict[str, Any], out: Path | None = None) -> Path:
+def _row(fields: dict[str, Any]) -> Row | GemmRow:
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return GemmRow(**fields) if "cluster" in fields else Row(**fields)
+
+
+def place(meta: dict[str, Any], out: Path | None = None, kind: str = "bench") -> Path:
     """Where a record goes: `out` itself if it names a .json file, else a dated file in it."""
     if out is not None and out.suffix == ".json":
         return out
     device = meta["device"].lower().removeprefix("nvidia ").replace(" ", "-")
     moment = datetime.fromisoformat(meta["date"]).strftime("%Y%m%d-%H%M%S")
-    kind = "" if meta["timing"] == "burst" else f"{meta['timing']}-"
-    return (out or DATA) / f"bench-{kind}{device}-{moment}.json"
+    timing = "" if meta.get("timing", "burst") == "burst" else f"{meta['timing']}-"
+    return (out or DATA) / f"{kind}-{timing}{device}-{moment}.json"
 
 
-def newest(folder: Path = DATA) -> Record | None:
-    """The latest burst record by its own date, or None where there is none yet."""
-    records = (Record.read(path) for path in sorted(folder.glob("bench-*.json")))
-    bursts = [record for record in records if record.meta.get("timing", "burst") == "burst"]
-    return max(bursts, key=lambda record: record.meta["date"], default=None)
+def newest(folder: Path = DATA, kind: str = "bench") -> Record | None:
+    """The latest complete burst record by its own date, or None where there is none yet."""
+    records = (Record.read(path) for path in sorted(folder.glob(f"{kind}-*.json")))
+    whole = [
+        record
+        for record in records
+        if record.meta.get("timing", "burst") == "burst" and not record.meta.get("partial")
+    ]
+    return max(whole, key=lambda record: record.meta["date"], default=None)
 
 
 def collect(commit: str | None = None, allow_dirty: bool = False) -> dict[str, Any]:
@@ -146,7 +180,6 @@ def collect(commit: str | None = None, allow_dirty: bool = False) -> dict[str, A
         "commit": commit,
         "kernel_source_hash": source_fingerprint(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "peers": {p.name: p.version for p in PROVIDERS.values() if p.name != OURS and p.version},
     }
     return meta | ({"dirty": True} if dirty else {})
 
@@ -158,69 +191,3 @@ def driver_version() -> str:
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def tables(record: Record | None) -> str:
-    """The README's numbers: one table of TFLOP/s per provider, with their origin above it."""
-    if record is None:
-        return "Nothing recorded yet: `make bench` on an SM90 GPU writes a record and this table.\n"
-    meta = record.meta
-    peers = ", ".join(f"{name} {version}" for name, version in meta.get("peers", {}).items())
-    origin = (
-        f"{meta['device']}, driver {meta['driver']}, torch {meta['torch']}, "
-        f"nvidia-cutlass-dsl {meta['cutlass']} ({meta['toolchain']}), {meta['date'][:10]}, commit "
-        f"{meta['commit'][:10]}{' with uncommitted changes' if meta.get('dirty') else ''}."
-        f"{f' Peers: {peers}.' if peers else ''}"
-    )
-    names = [name for name in PROVIDERS if any(row.provider == name for row in record.rows)]
-    head = ["variant", "dtype", "head_dim", "seqlen", *names, "ours / best peer"]
-    lines = [_line(head), _line(["---"] * len(head))]
-    lines += [_line(cells) for cells in _cells(record.rows, names)]
-    note = (
-        "TFLOP/s of the forward, median of bursts; providers take turns in an order drawn anew "
-        "each round, so only ratios within a row mean something. `-`: not offered or not there."
-    )
-    return "\n".join([origin, "", note, "", *lines, ""])
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _cells(rows: tuple[Row, ...], names: list[str]) -> Iterable[list[str]]:
-    """The table's body: a line for each problem, in the record's order."""
-    by_problem: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        if row.direction == "forward":
-            by_problem.setdefault(row.problem, {})[row.provider] = row
-    for found in by_problem.values():
-        any_row = next(iter(found.values()))
-        speed = {name: row.tflops for name, row in found.items()}
-        peers = [value for name, value in speed.items() if name != OURS]
-        ratio = f"{speed[OURS] / max(peers):.2f}" if peers and OURS in speed else "-"
-        length = str(any_row.seqlen_k)
-        if any_row.seqlen_q != any_row.seqlen_k:
-            length = f"{any_row.seqlen_q} x {any_row.seqlen_k}"
-        width = str(any_row.head_dim)
-        if any_row.head_dim != any_row.head_dim_v:
-            width = f"{any_row.head_dim}, {any_row.head_dim_v}"
-        yield [
-            any_row.variant,
-            any_row.dtype,
-            width,
-            length,
-            *(f"{speed[name]:.0f}" if name in speed else "-" for name in names),
-            ratio,
-        ]
-
-
-def with_tables(text: str, record: Record | None) -> str:
-    """A README's text with what stands between the markers made from a record.
-
-    Raises: RecordError when the markers are missing.
-    """
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise RecordError(f"README without the markers {START} and {END}")
-    return f"{before}{START}\n{tables(record)}{END}{after}"

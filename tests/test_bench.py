@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from cutedsl_fa3 import reference
 from cutedsl_fa3.bench import (
@@ -21,25 +23,14 @@ from cutedsl_fa3.bench import (
     exact_rows,
     measure,
     rounded_rows,
+    run,
+    samples,
 )
 from cutedsl_fa3.errors import Unsupported
 from cutedsl_fa3.named import EXAMPLES, Lengths, named, visible_pairs
 from cutedsl_fa3.peers import OURS, PROVIDERS, Inputs, Provider
-from cutedsl_fa3.record import (
-    DATA,
-    END,
-    META,
-    README,
-    START,
-    Record,
-    RecordError,
-    Row,
-    collect,
-    newest,
-    place,
-    tables,
-    with_tables,
-)
+from cutedsl_fa3.record import DATA, META, Record, RecordError, Row, collect, newest, place
+from cutedsl_fa3.tables import README, attention_table, filled, refreshed
 
 SMALL = Case("causal", "bf16", 64, 64, 48, 80, 2, 4, 2)
 
@@ -106,6 +97,35 @@ def test_the_check_notices_a_wrong_output(spoil: str) -> None:
         check(inputs, call)
 
 
+def test_the_check_tells_the_largest_error_in_its_rows() -> None:
+    inputs = SMALL.inputs("cpu")
+    right = reference_call(inputs)
+    sampled = samples(inputs)
+    at = sampled[0]
+    nudge = 0.9 * at.allowed
+
+    def call() -> torch.Tensor:
+        out = right().double()
+        out[at.batch, at.rows[3], at.head, 5] = at.exact[3, 5] + nudge
+        return out
+
+    assert check(inputs, call, sampled) == pytest.approx(nudge, rel=1e-6)
+
+
+def test_every_provider_of_a_case_is_held_against_the_same_rows(monkeypatch) -> None:
+    seen = []
+
+    def watched(inputs, call, sampled):
+        seen.append(sampled)
+        return 0.5
+
+    monkeypatch.setattr("cutedsl_fa3.bench.check", watched)
+    providers = [Provider(name, "torch", reference_call) for name in ("a", "b", "c")]
+    rows = measure(SMALL, providers, Timing("test", 0, 8, 7, Clock()), print, device="cpu")
+    assert len(seen) == 3 and all(each is seen[0] for each in seen)
+    assert [row.max_error for row in rows] == [0.5] * 3
+
+
 class Clock:
     """Counts windows instead of timing them, in the order they are asked for."""
 
@@ -151,6 +171,30 @@ def test_an_absent_a_declining_and_a_wrong_peer_are_reported_and_left_out() -> N
     assert [line.partition(":")[0] for line in said] == ["absent", "declining", "wrong"]
 
 
+def test_a_run_yields_each_case_when_it_is_measured_and_says_one_line_for_it(monkeypatch) -> None:
+    monkeypatch.setattr("cutedsl_fa3.bench.measure", lambda case, *rest: [case])
+    said: list[str] = []
+    measured = run(["one", "two"], [], Timing("test", 0, 8, 7, Clock()), said.append)
+    monkeypatch.setattr("cutedsl_fa3.bench.measure", lambda case, *rest: [row("fa3", 7.0)])
+    assert next(measured) == [row("fa3", 7.0)]
+    assert len(said) == 1 and said[0].startswith("one: fa3 7 TFLOP/s (")
+    assert next(measured) and len(said) == 2
+
+
+def test_flex_compiles_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiles))
+    providers = [PROVIDERS["flex"]]
+    clock = Timing("test", 0, 8, 7, lambda call, repeats: [call() for _ in range(2)] and 1.0)
+    for seqlen in (128, 256):
+        for variant in ("full", "causal"):
+            case = Case(variant, "bf16", 64, 64, seqlen, seqlen, 1, 2, 2)
+            before = compiles.frame_count
+            (timed,) = measure(case, providers, clock, pytest.fail, device="cpu")
+            assert timed.provider == "flex"
+            assert compiles.frame_count == before + 1
+
+
 def test_our_own_wrong_result_is_an_error() -> None:
     ours = Provider(OURS, "none", lambda inputs: lambda: torch.zeros_like(inputs.q))
     with pytest.raises(WrongResult):
@@ -182,6 +226,7 @@ def row(provider: str, tflops: float, **changes) -> Row:
     sizes = dict(zip(Row.__dataclass_fields__, (provider, "forward"), strict=False))
     sizes |= dict(variant="causal", dtype="bf16", head_dim=128, head_dim_v=128, seqlen_q=4096)
     sizes |= dict(seqlen_k=4096, batch=4, heads=16, kv_heads=16, ms=1.0, tflops=tflops)
+    sizes |= dict(max_error=0.002)
     return Row(**{**sizes, "samples": (1.0, 1.1), **changes})
 
 
@@ -189,7 +234,12 @@ def row(provider: str, tflops: float, **changes) -> Row:
 def record() -> Record:
     meta = {name: name.upper() for name in META}
     meta |= {"date": "2026-11-29T12:00:00+00:00", "device": "NVIDIA H200", "timing": "burst"}
-    rows = (row(OURS, 600.0), row("fa3", 640.0), row(OURS, 1.0, seqlen_q=1))
+    rows = (
+        row(OURS, 600.0, max_error=0.0018),
+        row("fa3", 640.0),
+        row("fa4", 620.0, max_error=0.002),
+        row(OURS, 1.0, seqlen_q=1),
+    )
     return Record(meta, rows)
 
 
@@ -219,16 +269,27 @@ def test_the_newest_burst_record_wins_by_its_date(record: Record, tmp_path: Path
     assert newest(tmp_path / "empty") is None
 
 
-def test_a_table_shows_origin_providers_and_the_ratio_to_the_best_peer(record: Record) -> None:
-    lines = tables(record).splitlines()
+def test_a_partial_record_is_never_the_newest(record: Record, tmp_path: Path) -> None:
+    record.write(tmp_path / "bench-a.json")
+    later = {**record.meta, "date": "2026-12-09T00:00:00+00:00", "partial": True}
+    Record(later, record.rows).write(tmp_path / "bench-b.json")
+    assert newest(tmp_path) == record
+
+
+def test_a_table_shows_origin_providers_and_our_speed_and_error_beside_theirs(
+    record: Record,
+) -> None:
+    lines = attention_table(record).splitlines()
     assert lines[0].startswith("NVIDIA H200, driver DRIVER")
-    assert "| causal | bf16 | 128 | 4096 | 600 | 640 | 0.94 |" in lines
-    assert "| causal | bf16 | 128 | 1 x 4096 | 1 | - | - |" in lines
+    (head,) = (line for line in lines if line.startswith("| variant"))
+    assert head.endswith("| cutedsl_fa3 | fa3 | fa4 | speed / best peer | error / fa4 |")
+    assert "| causal | bf16 | 128 | 4096 | 600 | 640 | 620 | 0.94 | 0.90 |" in lines
+    assert "| causal | bf16 | 128 | 1 x 4096 | 1 | - | - | - | - |" in lines
 
 
 def test_a_record_of_uncommitted_changes_says_so(record: Record) -> None:
     dirty = Record({**record.meta, "dirty": True}, record.rows)
-    assert "uncommitted changes" in tables(dirty)
+    assert "uncommitted changes" in attention_table(dirty)
 
 
 @pytest.fixture
@@ -267,19 +328,22 @@ def test_a_tree_without_git_needs_its_commit_named(tmp_path: Path, checkout: Pat
 
 
 def test_committed_records_say_everything_the_format_asks() -> None:
-    for path in DATA.glob("bench-*.json"):
+    for path in [*DATA.glob("bench-*.json"), *DATA.glob("gemm-*.json")]:
         read = Record.read(path)
         assert set(META) <= set(read.meta), path
         assert read.rows and all(len(one.samples) >= 3 for one in read.rows), path
         assert not read.meta.get("dirty"), f"{path.name} was measured on uncommitted changes"
+        assert not read.meta.get("partial"), f"{path.name} is of a run that ended early"
 
 
-def test_the_readme_shows_what_the_newest_record_says() -> None:
+def test_the_readme_shows_what_the_newest_records_say() -> None:
     text = README.read_text()
-    assert text == with_tables(text, newest()), "run: python -m cutedsl_fa3 bench --readme"
+    assert text == refreshed(text), "run: python -m cutedsl_fa3 bench --readme"
 
 
 def test_a_readme_without_markers_is_refused() -> None:
     with pytest.raises(RecordError, match="markers"):
-        with_tables(f"{START} only", None)
-    assert with_tables(f"a {START}old{END} b", None).startswith(f"a {START}\nNothing recorded")
+        filled("<!-- bench:start --> only", "bench", "")
+    text = "a <!-- gemm:start -->old<!-- gemm:end --> b"
+    assert filled(text, "gemm", "new\n") == "a <!-- gemm:start -->\nnew\n<!-- gemm:end --> b"
+    assert attention_table(None).startswith("Nothing recorded")

@@ -344,11 +344,27 @@ def test_fingerprint_changes_with_one_byte_of_source(sources, package, file):
     assert cache.fingerprint_of(sources) not in (before, changed)
 
 
-def test_fingerprint_ignores_what_only_reports(sources):
+@pytest.mark.parametrize("file", sorted(cache._WITHOUT_CODE))
+def test_fingerprint_ignores_what_only_reads_checks_or_reports(sources, file):
     before = cache.fingerprint_of(sources)
-    path = sources["cutedsl_fa3"] / "audit.py"
+    path = sources["cutedsl_fa3"] / file
     path.write_text(path.read_text() + "\n")
     assert cache.fingerprint_of(sources) == before
+
+
+def test_no_kernel_imports_what_the_fingerprint_ignores():
+    kernels = ROOT / "cutedsl_fa3" / "kernels"
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in kernels.rglob("*.py")
+        if path.stem != "__init__"
+    ]
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    ignored = {f"cutedsl_fa3.{file.removesuffix('.py')}" for file in cache._WITHOUT_CODE}
+    assert len(modules) > 4
+    assert not ignored & set(result.stdout.split())
 
 
 def test_source_edited_after_import_vouches_for_this_process_only(sources, monkeypatch):

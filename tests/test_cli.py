@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cutedsl_fa3 import audit as audit_module
 from cutedsl_fa3.cli import app
+from cutedsl_fa3.record import META, Record, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,7 +24,7 @@ def run(*arguments: str):
 def test_the_module_lists_its_commands() -> None:
     command = [sys.executable, "-m", "cutedsl_fa3", "--help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert all(name in result.stdout for name in ("plan", "compile", "audit", "bench", "demo"))
+    assert all(name in result.stdout for name in ("plan", "compile", "audit", "bench-gemm", "demo"))
 
 
 @pytest.mark.parametrize("variant", ["full", "causal", "alibi", "softcap:20", "window:512,0"])
@@ -78,9 +79,12 @@ def test_audit_exits_with_1_on_a_difference(monkeypatch: pytest.MonkeyPatch) -> 
     assert run("audit", "--head-dim", "64").exit_code == 1
 
 
-def test_bench_without_a_gpu_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["bench", "bench-gemm"])
+def test_bench_without_a_gpu_says_what_it_needs(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run("bench")
+    result = run(command)
     assert result.exit_code == 1
     assert "SM90" in result.stderr
 
@@ -89,6 +93,62 @@ def test_bench_refuses_an_unknown_provider() -> None:
     result = run("bench", "--providers", "fa3,fa9")
     assert result.exit_code == 2
     assert "fa9" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--size", "1,2"), "--size 1,2"),
+        (("--clusters", "2"), "cluster '2'"),
+        (("--stages", "5"), "bytes are needed"),
+        (("--dtype", "fp8"), "fp8"),
+    ],
+)
+def test_bench_gemm_refuses_naming_what_was_given(options: tuple[str, ...], named: str) -> None:
+    result = run("bench-gemm", *options)
+    assert result.exit_code == 2, result.output
+    assert named in result.stderr
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A GPU that is there, and a clean tree."""
+    meta = {name: name.upper() for name in META} | {"date": "2026-11-29T12:00:00+00:00"}
+    monkeypatch.setattr("cutedsl_fa3.bench.require_gpu", lambda: None)
+    monkeypatch.setattr("cutedsl_fa3.record.collect", lambda commit, dirty: dict(meta))
+    return meta
+
+
+def measured_row(case) -> Row:
+    return Row("fa3", "forward", **vars(case), ms=1.0, tflops=1.0, max_error=0.1, samples=(1.0,))
+
+
+def test_bench_writes_one_record_of_all_cases(pretended, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("cutedsl_fa3.bench.measure", lambda case, *rest: [measured_row(case)])
+    result = run("bench", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.iterdir()
+    record = Record.read(path)
+    assert len(record.rows) == 12 and "partial" not in record.meta
+    assert {row.seqlen_q for row in record.rows} == {1024, 4096, 16384}
+    assert result.output.count("TFLOP/s (") == 12
+
+
+def test_bench_leaves_what_it_measured_where_a_later_case_fails(
+    pretended, monkeypatch, tmp_path: Path
+) -> None:
+    def measure(case, *rest) -> list[Row]:
+        if case.seqlen_q == 16384:
+            raise RuntimeError("a kernel failed")
+        return [measured_row(case)]
+
+    monkeypatch.setattr("cutedsl_fa3.bench.measure", measure)
+    result = run("bench", "--out", str(tmp_path))
+    assert result.exit_code == 1 and "a kernel failed" in str(result.exception)
+    (path,) = tmp_path.iterdir()
+    record = Record.read(path)
+    assert record.meta["partial"] is True
+    assert [row.seqlen_q for row in record.rows] == [1024, 4096]
 
 
 @pytest.mark.compile

@@ -1,0 +1,130 @@
+"""The README's numbers, made from the newest records; a test holds the README to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .peers import OURS, PROVIDERS
+from .record import DATA, ROOT, GemmRow, Record, RecordError, Row, newest
+
+README = ROOT / "README.md"
+NOTHING = "Nothing recorded yet: {} on an SM90 GPU writes a record and this table.\n"
+COMPARED = "fa4"  # the peer whose error stands beside ours
+
+
+def refreshed(text: str, folder: Path = DATA) -> str:
+    """A README's text with its tables made from the newest records in `folder`.
+
+    Raises: RecordError when a table's markers are missing.
+    """
+    text = filled(text, "bench", attention_table(newest(folder)))
+    return filled(text, "gemm", gemm_table(newest(folder, "gemm")))
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """`text` with `content` between the markers of this name.
+
+    Raises: RecordError when the markers are missing.
+    """
+    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    before, found_start, rest = text.partition(start)
+    _, found_end, after = rest.partition(end)
+    if not found_start or not found_end:
+        raise RecordError(f"README without the markers {start} and {end}")
+    return f"{before}{start}\n{content}{end}{after}"
+
+
+def attention_table(record: Record | None) -> str:
+    """TFLOP/s per provider, how fast and how exact ours is beside the peers, and the origin."""
+    if record is None:
+        return NOTHING.format("`make bench`")
+    names = [name for name in PROVIDERS if any(row.provider == name for row in record.rows)]
+    ratios = ["speed / best peer", f"error / {COMPARED}"]
+    head = ["variant", "dtype", "head_dim", "seqlen", *names, *ratios]
+    note = (
+        "TFLOP/s of the forward, median of bursts; providers take turns in an order drawn anew "
+        "each round, so only ratios within a row mean something. Speed and error are ours over "
+        f"that of the fastest peer and of {COMPARED}; errors are the largest against fp64 in the "
+        "same sampled rows, so below 1 is more exact. `-`: not offered or not there."
+    )
+    return _table(record, note, head, _attention_cells(record.rows, names))
+
+
+def gemm_table(record: Record | None) -> str:
+    """TFLOP/s by cluster and depth, the best depth as a share of cuBLAS, and the origin."""
+    if record is None:
+        return NOTHING.format("`make bench-gemm`")
+    ours = [row for row in record.rows if row.provider == OURS]
+    (cublas,) = (row for row in record.rows if row.provider != OURS)
+    depths = sorted({row.stages for row in ours})
+    best = max(ours, key=lambda row: row.tflops)
+    note = (
+        f"TFLOP/s of C = A @ B^T at m, n, k = {best.m}, {best.n}, {best.k} in {best.dtype} with "
+        f"tiles of {best.tile_m} x {best.tile_n}, all taking turns with cuBLAS, which reaches "
+        f"{cublas.tflops:.0f}. The best, {best.stages} stages in clusters of {_cluster(best)}, is "
+        f"{best.tflops / cublas.tflops:.2f} of it."
+    )
+    head = ["cluster", *(f"{n} stage{'s' if n > 1 else ''}" for n in depths), "best / cuBLAS"]
+    return _table(record, note, head, _gemm_cells(ours, depths, cublas))
+
+
+def _table(record: Record, note: str, head: list[str], body: Iterable[list[str]]) -> str:
+    lines = [_line(head), _line(["---"] * len(head)), *map(_line, body)]
+    return "\n".join([_origin(record.meta), "", note, "", *lines, ""])
+
+
+def _origin(meta: dict[str, Any]) -> str:
+    peers = ", ".join(f"{name} {version}" for name, version in meta.get("peers", {}).items())
+    return (
+        f"{meta['device']}, driver {meta['driver']}, torch {meta['torch']}, "
+        f"nvidia-cutlass-dsl {meta['cutlass']} ({meta['toolchain']}), {meta['date'][:10]}, commit "
+        f"{meta['commit'][:10]}{' with uncommitted changes' if meta.get('dirty') else ''}."
+        f"{f' Peers: {peers}.' if peers else ''}"
+    )
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _attention_cells(rows: tuple[Row, ...], names: list[str]) -> Iterable[list[str]]:
+    """A line for each problem, in the record's order."""
+    by_problem: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row.direction == "forward":
+            by_problem.setdefault(row.problem, {})[row.provider] = row
+    for found in by_problem.values():
+        row = next(iter(found.values()))
+        length, width = str(row.seqlen_k), str(row.head_dim)
+        if row.seqlen_q != row.seqlen_k:
+            length = f"{row.seqlen_q} x {row.seqlen_k}"
+        if row.head_dim != row.head_dim_v:
+            width = f"{row.head_dim}, {row.head_dim_v}"
+        speeds = (f"{found[name].tflops:.0f}" if name in found else "-" for name in names)
+        yield [row.variant, row.dtype, width, length, *speeds, *_ratios(found)]
+
+
+def _ratios(found: dict[str, Row]) -> list[str]:
+    """Our speed over the best peer's, and our error over that of the peer to compare with."""
+    ours, peer = found.get(OURS), found.get(COMPARED)
+    speeds = [row.tflops for name, row in found.items() if name != OURS]
+    speed = f"{ours.tflops / max(speeds):.2f}" if ours and speeds else "-"
+    error = f"{ours.max_error / peer.max_error:.2f}" if ours and peer and peer.max_error else "-"
+    return [speed, error]
+
+
+def _gemm_cells(ours: list[GemmRow], depths: list[int], cublas: GemmRow) -> Iterable[list[str]]:
+    """A line for each cluster shape, in the record's order."""
+    by_cluster: dict[str, dict[int | None, float]] = {}
+    for row in ours:
+        by_cluster.setdefault(_cluster(row), {})[row.stages] = row.tflops
+    for cluster, speed in by_cluster.items():
+        cells = (f"{speed[depth]:.0f}" if depth in speed else "-" for depth in depths)
+        yield [cluster, *cells, f"{max(speed.values()) / cublas.tflops:.2f}"]
+
+
+def _cluster(row: GemmRow) -> str:
+    m, n = row.cluster or (1, 1)
+    return f"{m} x {n}"
