@@ -8,6 +8,7 @@ value and what is allowed.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,11 @@ from .schedules import default_schedule
 from .variant import Variant
 
 __all__ = ["attention", "attention_with_lse", "default_schedule", "plan"]
+
+
+class SlowKernel(UserWarning):
+    """A kernel is right but slower than it need be; the message says why and what to try."""
+
 
 PLAIN = Variant()
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -148,7 +154,17 @@ def _launcher(variant: Variant, *rest: object) -> Callable:
     if rest not in known:
         made = _plan(variant, *rest)
         made.check()
-        known[rest] = cache.get(made.kernel).launch
+        compiled = cache.get(made.kernel)
+        if compiled.resources.spills:
+            warnings.warn(
+                f"the kernel spills {compiled.resources.spills} B a thread to memory, which is "
+                f"slow: its {made.schedule.tile_m} x {made.schedule.tile_n} tile leaves too few "
+                f"registers for this variant; try schedule=Schedule(..., tile_n="
+                f"{max(16, made.schedule.tile_n - 32)})",
+                SlowKernel,
+                stacklevel=4,
+            )
+        known[rest] = compiled.launch
     return known[rest]
 
 

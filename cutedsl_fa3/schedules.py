@@ -10,47 +10,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .pipelines import Schedule
+from .pipelines import Overlap, Schedule
 from .problem import Problem
 from .variant import Variant
+from .variant.describe import shape
 
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule for head sizes up to `head_dim`, for variants that need no more than `needs`."""
+    """A schedule for head sizes up to `head_dim`, for variants that need no more than `needs`.
+
+    `why`: TFLOP/s of this row; of other choices.
+    """
 
     head_dim: int
     needs: str
     tile_m: int
     tile_n: int
     consumers: int
+    overlap: Overlap
     why: str
 
 
-NEEDS = ("nothing", "uniform", "elements")
+NEEDS = ("nothing", "uniform", "elements", "much")
+MUCH = 8  # operations on floats, beyond which a score counts as "much"
 
 TABLE = (
-    Row(64, "nothing", 192, 128, 3, "a third warpgroup hides the exponentials: 577 against 462"),
-    Row(64, "elements", 128, 128, 2, "192 x 128 spills with a score or captured tensors"),
-    Row(128, "uniform", 128, 128, 2, "two warpgroups of 240 registers"),
-    Row(128, "elements", 128, 96, 2, "128 x 128 spills when the mask loads an element a score"),
+    Row(64, "nothing", 192, 128, 3, "both", "557; 128 x 128 by two warpgroups: 460"),
+    Row(64, "elements", 128, 128, 2, "intra", "192 x 128 spills; ALiBi 382, 192 x 96: 362"),
+    Row(64, "much", 128, 96, 2, "intra", "128 x 128 spills with 20 operations a score"),
+    Row(128, "uniform", 128, 128, 2, "intra", "686; with turns: 680; tile_n 160: 624, 176: 243"),
+    Row(128, "elements", 128, 112, 2, "intra", "tile_n 128 spills; documents 324, 96: 320"),
+    Row(128, "much", 128, 96, 2, "intra", "tile_n 112 spills with 20 operations a score"),
 )
 
 # Heads side by side where the mask skips tiles, so that their K and V stay in L2 together.
-HEAD_GROUP = {64: 16, 128: 8}
+HEAD_GROUP = 8  # causal at d128: 662; alone (1) 619, all (32) 615
 
 
 def needs(variant: Variant) -> str:
     """What a variant's functions hold in registers besides the accumulators.
 
-    "nothing": a mask of positions only. "uniform": a score, or captured tensors read once a tile.
-    "elements": captured tensors read by query or key.
+    "nothing": a mask of positions with one span of visible keys. "uniform": a score, several spans,
+    or captured tensors read once a tile. "elements": captured tensors read by query or key. "much":
+    more than a few operations on floats for each score.
     """
     graphs = [graph for graph in (variant.score, variant.mask) if graph is not None]
-    loads = [node for graph in graphs for node in graph.nodes if node.op == "load"]
-    if any(node.depends & {"q", "k"} for node in loads):
+    nodes = [node for graph in graphs for node in graph.nodes]
+    each = [node for node in nodes if node.depends & {"score", "q", "k"}]
+    if sum(node.dtype == "float" for node in each) > MUCH:
+        return "much"
+    if any(node.op == "load" for node in each):
         return "elements"
-    return "uniform" if loads or variant.score is not None else "nothing"
+    loads = any(node.op == "load" for node in nodes)
+    several = shape(variant.mask).spans > 1
+    return "uniform" if loads or several or variant.score is not None else "nothing"
 
 
 def default_schedule(variant: Variant, problem: Problem) -> Schedule:
@@ -63,6 +77,6 @@ def default_schedule(variant: Variant, problem: Problem) -> Schedule:
         tile_n=row.tile_n,
         stages=2,
         consumers=row.consumers,
-        overlap="both",
-        head_group=1 if variant.mask is None else HEAD_GROUP[row.head_dim],
+        overlap=row.overlap,
+        head_group=1 if variant.mask is None else HEAD_GROUP,
     )

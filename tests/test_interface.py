@@ -112,3 +112,15 @@ def some_strides():
     """Some legal and some illegal (batch, seqlen, heads) strides, in elements."""
     for stride in (0, 4, 8, 12, 64, 65, 72, 100, 256, 1000):
         yield from ((stride, 256, 64), (256, stride, 64), (2048, 512, stride))
+
+
+def test_a_kernel_that_spills_says_why_and_what_to_try(monkeypatch):
+    class Spilling:
+        launch = None
+
+        class resources:
+            spills = 64
+
+    monkeypatch.setattr(cache, "get", lambda kernel: Spilling)
+    with pytest.warns(interface.SlowKernel, match=r"spills 64 B.*192 x 128 tile.*tile_n=96"):
+        interface._launcher(fa3.Variant(), torch.bfloat16, 64, 64, None)
