@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .errors import LayoutError
@@ -114,15 +115,14 @@ class SmemPlan:
         offsets = self._offsets()
         return max((offsets[b.name] + b.size for b in self.buffers), default=0)
 
-    def _stages_that_fit(self, buffer: Buffer) -> int:
-        """The most stages of `buffer` that fit, the rest unchanged; 0 if not even one does."""
-        shared = max((b.size for b in self.buffers if b.alias == buffer.name), default=0)
-        for stages in range(buffer.stages - 1, 0, -1):
-            fewer = replace(buffer, stages=stages)
-            if fewer.size < shared:
+    def _stages_that_fit(self, together: Sequence[Buffer]) -> int:
+        """The most stages of these buffers alike that fit, the rest unchanged; 0 if none do."""
+        for stages in range(together[0].stages - 1, 0, -1):
+            fewer = tuple(replace(b, stages=stages) if b in together else b for b in self.buffers)
+            sizes = {b.name: b.size for b in fewer}
+            if any(b.alias and b.size > sizes[b.alias] for b in fewer):
                 return 0
-            others = tuple(fewer if b is buffer else b for b in self.buffers)
-            if replace(self, buffers=others).total <= self.capacity:
+            if replace(self, buffers=fewer).total <= self.capacity:
                 return stages
         return 0
 
@@ -138,12 +138,14 @@ class SmemPlan:
         shares = ", ".join(f"{b.name} {b.size} ({b.stages} x {b.bytes})" for b in by_size)
         largest = by_size[0]
         over = self.total - self.capacity
-        fitting = self._stages_that_fit(largest)
+        together = [b for b in owners if b.stages == largest.stages]  # rings of one depth
+        names = ", ".join(repr(b.name) for b in together)
+        fitting = self._stages_that_fit(together)
         if fitting:
-            advice = f"{fitting} stage{'s' if fitting > 1 else ''} of {largest.name!r} would fit"
+            advice = f"{fitting} stage{'s' if fitting > 1 else ''} of {names} would fit"
         else:
             advice = (
-                f"fewer stages of {largest.name!r} alone cannot save {over} bytes: choose a "
+                f"fewer stages of {names} alone cannot save {over} bytes: choose a "
                 "smaller tile or share storage with `alias`"
             )
         raise LayoutError(

@@ -7,6 +7,7 @@ import torch
 
 import cutedsl_fa3 as fa3
 from cutedsl_fa3 import cache, interface
+from cutedsl_fa3.pipelines import Schedule
 
 
 def drawn(*shape, dtype=torch.bfloat16):
@@ -124,3 +125,21 @@ def test_a_kernel_that_spills_says_why_and_what_to_try(monkeypatch):
     monkeypatch.setattr(cache, "get", lambda kernel: Spilling)
     with pytest.warns(interface.SlowKernel, match=r"spills 64 B.*192 x 128 tile.*tile_n=96"):
         interface._launcher(fa3.Variant(), torch.bfloat16, 64, 64, None)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (Schedule(256, 64, consumers=2), "tile_m = 256 with consumers = 2.*use tile_m=128"),
+        (Schedule(128, 64, cluster=(2, 1)), r"cluster = \(2, 1\).*use \(1, 1\)"),
+    ],
+)
+def test_a_schedule_that_the_forward_cannot_follow_is_refused(schedule, said):
+    with pytest.raises(fa3.ScheduleError, match=said):
+        fa3.plan(drawn(*Q), drawn(*Q), drawn(*Q), schedule=schedule)
+
+
+def test_a_ring_too_deep_is_refused_naming_bytes_and_limit():
+    q = drawn(2, 128, 4, 128)
+    with pytest.raises(fa3.LayoutError, match=r"295056 .*232448.* 3 stages of 'k', 'v' would"):
+        fa3.plan(q, q, q, schedule=Schedule(128, 128, stages=4))

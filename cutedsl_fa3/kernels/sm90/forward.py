@@ -35,6 +35,7 @@ from cutedsl_fa3.pipelines import (
     Expect,
     Ring,
     Role,
+    ScheduleError,
     TileOrder,
     Turns,
     WarpSpecialized,
@@ -119,6 +120,24 @@ class ForwardSm90(WarpSpecialized):
     def key_text(self) -> str:
         """Everything that affects the code."""
         return self.plan.key_text
+
+    def check(self) -> None:
+        """Besides the tables: what this kernel's roles take for granted.
+
+        Raises: ScheduleError, LayoutError.
+        """
+        s = self.schedule
+        if s.tile_m != wgmma.ROWS * s.consumers:
+            raise ScheduleError(
+                f"tile_m = {s.tile_m} with consumers = {s.consumers}: the forward gives each "
+                f"consumer warpgroup {wgmma.ROWS} rows; use tile_m={wgmma.ROWS * s.consumers}"
+            )
+        if s.cluster != (1, 1):
+            raise ScheduleError(
+                f"cluster = {s.cluster}: the forward's CTAs visit key tiles of their own and share "
+                "none; use (1, 1)"
+            )
+        super().check()
 
     def expected(self) -> tuple[Expect, ...]:
         """What the tables promise about the machine code.
