@@ -58,6 +58,7 @@ class Plan:
         lines = [f"forward on SM90: {self.problem}", "", "variant"]
         lines += [f"  {line}" for line in self.variant.text.splitlines()]
         lines += ["", f"visits   {describe(self.variant.mask)}"]
+        lines += [f"aligned  {_alignment(self.variant)}"]
         lines += ["softmax  online, base 2; LSE natural; empty rows give 0 and -inf"]
         lines += [f"schedule {self.schedule}, {kernel.order}", "", "tiles"]
         lines += [f"  {name:4} {tile}" for name, tile in kernel.tiles.items()]
@@ -76,6 +77,15 @@ class Plan:
         lines += [f"  named barriers: {kernel.barriers}", "", "expected instructions"]
         lines += [f"  {claim}" for claim in kernel.expected()]
         return "\n".join(lines)
+
+
+def _alignment(variant: Variant) -> str:
+    """Which query meets which key where the lengths differ, as far as the mask says."""
+    if variant.mask is None:
+        return "every query sees every key"
+    if {"seqlen_q", "seqlen_k"} <= variant.mask.inputs:
+        return "by the lengths, which the mask reads (bottom-right in cutedsl_fa3.masks)"
+    return "by raw indices: query 0 meets key 0 (top-left)"
 
 
 def _indented(text: object) -> list[str]:
