@@ -26,7 +26,9 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert "exec make test" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("target", ["test", "demo", "bench", "lint", "format"])
+@pytest.mark.parametrize(
+    "target", ["test", "demo", "bench", "bench-gemm", "sanitize", "lint", "format"]
+)
 def test_make_knows_every_documented_target(target: str) -> None:
     subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
 

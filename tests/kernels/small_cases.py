@@ -1,0 +1,272 @@
+"""One small case of each kind of kernel, for tools that make every instruction slow.
+
+    python tests/kernels/small_cases.py --compile    # all kernels into the disk cache; needs no GPU
+    python tests/kernels/small_cases.py              # run all on an SM90 GPU and hold them to fp64
+
+Inputs are drawn on the CPU and results compared there, so that nothing runs on the GPU besides the
+kernels themselves. `sanitize.py` runs this under compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import cutedsl_fa3 as fa3
+from cutedsl_fa3 import cache, masks, reference, scores
+from cutedsl_fa3.gemm import ELEMENTS, gemm
+from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
+from cutedsl_fa3.pipelines import Schedule
+from cutedsl_fa3.problem import DTYPES
+
+TAILS = (1, 200, 300, 2, 1)  # batch, seqlen_q, seqlen_k, heads, kv_heads: no length fills its tiles
+ROUNDINGS = 1.25  # of P and of the output; a quarter more for fp32 sums and the exponential
+
+
+class WrongCase(AssertionError):
+    """A result is farther from fp64 than roundings explain."""
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    """Normally distributed fp32 on the CPU."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def documents(device: str) -> torch.Tensor:
+    """Which document each position of a sequence belongs to."""
+    return (torch.arange(400, dtype=torch.int32) // 70).to(device)
+
+
+def plain(device: str) -> fa3.Variant:
+    return fa3.Variant()
+
+
+def causal(device: str) -> fa3.Variant:
+    return fa3.Variant(mask=masks.causal)
+
+
+def window(device: str) -> fa3.Variant:
+    return fa3.Variant(mask=masks.window(90, 20))
+
+
+def prefix(device: str) -> fa3.Variant:
+    return fa3.Variant(mask=masks.or_masks(masks.prefix(70), masks.causal))
+
+
+def nothing_seen(device: str) -> fa3.Variant:
+    return fa3.Variant(mask=lambda b, h, q, k: k < 0)
+
+
+def alibi(device: str) -> fa3.Variant:
+    slopes = torch.tensor([0.25, 0.0625], device=device)
+    return fa3.Variant(scores.alibi(slopes), masks.causal)
+
+
+def softcap(device: str) -> fa3.Variant:
+    return fa3.Variant(scores.softcap(20.0), masks.causal)
+
+
+def bias(device: str) -> fa3.Variant:
+    table = drawn(7, 2, 800).to(device)
+    return fa3.Variant(lambda s, b, h, q, k: s + table[h, k - q + 400])
+
+
+def same_document(device: str) -> fa3.Variant:
+    of = documents(device)
+    return fa3.Variant(mask=lambda b, h, q, k: (of[q] == of[k]) & (k <= q))
+
+
+def runtime_scalar(device: str) -> fa3.Variant:
+    end = torch.tensor(130, device=device)
+    return fa3.Variant(mask=lambda b, h, q, k: k < end)
+
+
+def everything(device: str) -> fa3.Variant:
+    """A score and a mask, each with loads by element and by head."""
+    of, slopes = documents(device), torch.tensor([0.25, 0.0625], device=device)
+    weights = drawn(8, 400).to(device)
+    return fa3.Variant(
+        lambda s, b, h, q, k: s + slopes[h] * (k - q) + weights[k],
+        lambda b, h, q, k: (of[q] == of[k]) & (k <= q + 100),
+    )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A forward small enough to be run instruction by instruction.
+
+    Shape: `sizes` is (batch, seqlen_q, seqlen_k, heads, kv_heads).
+    """
+
+    name: str
+    variant: Callable[[str], fa3.Variant] = causal
+    head_dims: tuple[int, int] = (64, 64)
+    sizes: tuple[int, int, int, int, int] = TAILS
+    dtype: str = "bf16"
+    schedule: Schedule | None = None
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v on the CPU."""
+        batch, seqlen_q, seqlen_k, heads, kv_heads = self.sizes
+        head_dim, head_dim_v = self.head_dims
+        shapes = (seqlen_q, heads, head_dim), (seqlen_k, kv_heads, head_dim)
+        shapes = (*shapes, (seqlen_k, kv_heads, head_dim_v))
+        q, k, v = (drawn(i, batch, *shape).to(DTYPES[self.dtype]) for i, shape in enumerate(shapes))
+        return q, k, v
+
+    def kernel(self) -> Any:
+        """The kernel that `run` launches."""
+        return fa3.plan(*self.inputs(), self.variant("cpu"), schedule=self.schedule).kernel
+
+    def run(self) -> torch.Tensor:
+        """The output of the GPU, on the CPU."""
+        q, k, v = (t.cuda() for t in self.inputs())
+        return fa3.attention(q, k, v, self.variant("cuda"), schedule=self.schedule).cpu()
+
+    def verify(self, out: torch.Tensor) -> None:
+        """Hold every element against fp64: P and the output are rounded once each.
+
+        Raises: WrongCase.
+        """
+        (q, k, v), variant = self.inputs(), self.variant("cpu")
+        exact = reference.attention(q, k, v, variant, dtype=torch.float64)
+        weights = reference.attention(q, k, v.abs(), variant, dtype=torch.float64)
+        unit = torch.finfo(q.dtype).eps / 2
+        _hold(self.name, out, exact, ROUNDINGS * unit * (weights + exact.abs()))
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """C = A @ B^T of a few ragged tiles."""
+
+    name: str
+    schedule: Schedule
+    dtype: str = "bf16"
+    sizes: tuple[int, int, int] = field(default=(200, 264, 136))
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """a, b on the CPU."""
+        m, n, k = self.sizes
+        return drawn(0, m, k).to(DTYPES[self.dtype]), drawn(1, n, k).to(DTYPES[self.dtype])
+
+    def kernel(self) -> Any:
+        """The kernel that `run` launches."""
+        return GemmSm90(self.schedule, ELEMENTS[DTYPES[self.dtype]])
+
+    def run(self) -> torch.Tensor:
+        """The output of the GPU, on the CPU."""
+        a, b = (t.cuda() for t in self.inputs())
+        return gemm(a, b, self.schedule).cpu()
+
+    def verify(self, out: torch.Tensor) -> None:
+        """Hold every element against fp64: sums are fp32, the output is rounded once.
+
+        Raises: WrongCase.
+        """
+        a, b = (t.double() for t in self.inputs())
+        exact, sums = a @ b.T, a.abs() @ b.abs().T
+        unit = torch.finfo(DTYPES[self.dtype]).eps / 2
+        _hold(self.name, out, exact, unit * exact.abs() + self.sizes[2] * 2.0**-23 * sums)
+
+
+def _hold(name: str, out: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> None:
+    error = (out.double() - exact).abs()
+    wrong = ~(error <= allowed)  # NaN is wrong
+    if wrong.any():
+        worst = (error - allowed).nan_to_num(torch.inf).argmax()
+        raise WrongCase(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong; the worst has "
+            f"error {error.flatten()[worst]:.3g}, allowed is {allowed.flatten()[worst]:.3g}"
+        )
+
+
+def _attention_cases() -> list[Attention]:
+    cases = []
+    for dim in (64, 128):
+        dims = (dim, dim)
+        for overlap in ("none", "intra", "pingpong", "both"):
+            schedule = Schedule(128, 64, 2, 2, overlap)
+            cases.append(Attention(f"overlap {overlap}, d{dim}", causal, dims, schedule=schedule))
+        cases.append(Attention(f"one stage, d{dim}", schedule=Schedule(128, 64, 1), head_dims=dims))
+        for variant in (plain, window, alibi, same_document, everything):
+            name = variant.__name__.replace("_", " ")
+            cases.append(Attention(f"{name}, d{dim}", variant, dims))
+        cases.append(Attention(f"fp16, d{dim}", head_dims=dims, dtype="fp16"))
+    return [
+        *cases,
+        Attention("prefix", prefix),
+        Attention("softcap", softcap),
+        Attention("bias table", bias),
+        Attention("runtime scalar", runtime_scalar),
+        Attention("head_dim 64, 128", head_dims=(64, 128)),
+        Attention("head_dim 128, 64", head_dims=(128, 64)),
+        Attention("one warpgroup", schedule=Schedule(64, 64, 3, 1, "intra")),
+        Attention("three warpgroups", schedule=Schedule(192, 64, 2, 3, "both")),
+        Attention("grouped heads", sizes=(2, 130, 100, 6, 2)),
+        Attention("one key head", plain, (128, 128), sizes=(1, 65, 129, 5, 1)),
+        Attention("empty rows", sizes=(1, 300, 90, 2, 2)),
+        Attention("nothing seen", nothing_seen),
+        Attention("one query, one key", plain, sizes=(1, 1, 1, 1, 1)),
+        Attention("whole tiles", plain, (128, 128), sizes=(1, 256, 256, 1, 1)),
+    ]
+
+
+def _gemm_cases() -> list[Gemm]:
+    def schedule(stages: int, *cluster: int, tile_n: int = 128) -> Schedule:
+        return Schedule(128, tile_n, stages, 2, overlap="none", cluster=cluster)
+
+    return [
+        Gemm("gemm, cluster 1 x 1", schedule(2, 1, 1)),
+        Gemm("gemm, cluster 2 x 1", schedule(2, 2, 1)),
+        Gemm("gemm, cluster 1 x 2", schedule(2, 1, 2)),
+        Gemm("gemm, one stage", schedule(1, 1, 1)),
+        Gemm(
+            "gemm, four stages of wide tiles", schedule(4, 2, 1, tile_n=256), sizes=(300, 520, 456)
+        ),
+        Gemm("gemm, fp16", schedule(3, 1, 1), "fp16"),
+    ]
+
+
+CASES: dict[str, Attention | Gemm] = {
+    case.name: case for case in (*_attention_cases(), *_gemm_cases())
+}
+
+
+def compile_case(name: str) -> str:
+    """Put a case's kernel into the disk cache."""
+    return cache.get(CASES[name].kernel()).name
+
+
+def compile_all(workers: int) -> int:
+    """Put every kernel into the disk cache; how many there are."""
+    spawned = multiprocessing.get_context("spawn")  # the compiler does not survive a fork
+    with ProcessPoolExecutor(workers, mp_context=spawned) as pool:
+        return len(set(pool.map(compile_case, CASES)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Compile, or run and verify, every case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--compile", action="store_true", help="compile only")
+    workers = min(16, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=workers, help="compiling processes")
+    options = parser.parse_args(arguments)
+    if options.compile:
+        print(f"{compile_all(options.workers)} kernels of {len(CASES)} cases compiled")
+        return
+    for name, case in CASES.items():
+        case.verify(case.run())
+        print(f"right: {name}", flush=True)
+    print(f"{len(CASES)} cases right")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
