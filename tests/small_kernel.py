@@ -8,10 +8,11 @@ from functools import cached_property
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutedsl_fa3.pipelines.expect import Expect
 from cutlass import BFloat16, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from cutedsl_fa3.pipelines.expect import Expect
 
 EDGE = 64  # rows, columns and depth of the one tile
 K_STEP = 16  # depth of a 16-bit WGMMA

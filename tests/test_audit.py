@@ -6,12 +6,12 @@ import importlib.metadata
 from dataclasses import replace
 
 import pytest
-from cutedsl_fa3.pipelines.expect import Expect
 from small_kernel import Scale, Smem, TileGemm
 
 from cutedsl_fa3 import audit as audit_module
 from cutedsl_fa3.audit import AuditError, Census, audit, census_of, find_nvdisasm, take_census
 from cutedsl_fa3.compile import Compiled, compile_kernel
+from cutedsl_fa3.pipelines.expect import Expect
 
 
 @pytest.fixture(scope="module")

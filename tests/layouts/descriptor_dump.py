@@ -9,10 +9,11 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutedsl_fa3.layouts import NONE, SW32, SW64, SW128, Swizzle
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
 from cutlass.cute.runtime import from_dlpack
+
+from cutedsl_fa3.layouts import NONE, SW32, SW64, SW128, Swizzle
 
 _ATOM = {
     NONE: SmemLayoutAtomKind.K_INTER,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import cutlass
+
 from cutedsl_fa3.layouts import TensorMap
 from cutedsl_fa3.layouts.tma_rules import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLES
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import cutlass
 import pytest
 import torch
-from cutedsl_fa3.layouts import NONE, SW32, SW64, SW128, LayoutError, Swizzle, TensorMap
 from descriptor_dump import dump
+
+from cutedsl_fa3.layouts import NONE, SW32, SW64, SW128, LayoutError, Swizzle, TensorMap
 
 TYPES = {
     torch.bfloat16: cutlass.BFloat16,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cutedsl_fa3.layouts import SMEM_CAPACITY, Buffer, LayoutError, SmemPlan
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cutedsl_fa3.layouts import SMEM_CAPACITY, Buffer, LayoutError, SmemPlan
 
 
 @st.composite

@@ -5,6 +5,10 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import pytest
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cutedsl_fa3.layouts import (
     NONE,
     SW32,
@@ -18,9 +22,6 @@ from cutedsl_fa3.layouts import (
     picture,
     widest,
 )
-from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
-from hypothesis import given
-from hypothesis import strategies as st
 
 NAMED = (NONE, SW32, SW64, SW128)
 

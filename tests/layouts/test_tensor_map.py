@@ -7,6 +7,10 @@ from dataclasses import replace
 import cutlass
 import pytest
 import torch
+from driver_verdicts import encode, recorded
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
 from cutedsl_fa3.layouts import (
     NONE,
     SW32,
@@ -16,9 +20,6 @@ from cutedsl_fa3.layouts import (
     Swizzle,
     TensorMap,
 )
-from driver_verdicts import encode, recorded
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 BF16, FP16, FP32, INT32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32, cutlass.Int32
 
