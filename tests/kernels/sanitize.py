@@ -4,8 +4,8 @@
 
 Kernels are compiled into the disk cache first, so that the tools wait for no compiler. Torch's
 memory cache is off meanwhile: each tensor is an allocation of its own, and what is read or written
-past one is seen. Errors that the driver returns to calls are not reported: they are answers to
-queries, as of Python's CUDA bindings for functions that a driver may lack, and no memory errors.
+past one is seen. Calls that the driver answers with an error are not reported: a look-up of a
+function that it lacks, for one, is no memory error, and the kernels' own failures still end a run.
 """
 
 from __future__ import annotations
