@@ -44,6 +44,11 @@ class Case:
     kv_heads: int
 
     @property
+    def problem(self) -> tuple[str, int, int]:
+        """What is fixed when a kernel is compiled: dtype and head sizes."""
+        return self.dtype, self.head_dim, self.head_dim_v
+
+    @property
     def flops(self) -> float:
         """2 x (head_dim + head_dim_v) for each visible pair, over batch and heads."""
         pairs = visible_pairs(self.variant, self.lengths())

@@ -58,6 +58,7 @@ _WITHOUT_CODE = frozenset(
         "record.py",
         "reference.py",
         "tables.py",
+        "tune.py",
     }
 )
 _KEY = re.compile(r"[0-9a-f]{64}")

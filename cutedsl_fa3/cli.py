@@ -236,6 +236,44 @@ def run_bench_gemm(
     _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
 
 
+@app.command("tune")
+def run_tune(
+    variant: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; default: full and causal.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    head_dims: Annotated[str, typer.Option(help="Head sizes, by comma.")] = "64,128",
+    seqlens: Annotated[str, typer.Option(help="Lengths, by comma.")] = "8192",
+    tokens: Annotated[int, typer.Option(help="Tokens of all sequences together.")] = 16384,
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    out: Out = None,
+    commit: Commit = None,
+    allow_dirty: AllowDirty = False,
+) -> None:
+    """Time every schedule that differs in one field from the default, and write a record."""
+    from . import bench, record, tune
+
+    timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
+    with _refusals():
+        grid = bench.Grid(
+            variants=tuple(variant or ("full", "causal")),
+            dtypes=(dtype,),
+            head_dims=tuple(map(int, head_dims.split(","))),
+            seqlens=tuple(map(int, seqlens.split(","))),
+            tokens=tokens,
+        )
+        plans = [(case, tune.candidates(case)) for case in grid.cases()]
+        bench.require_gpu()
+        meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
+    path, rows = record.place(meta, out, "tune"), []
+    for case, chosen in plans:
+        _say(f"{case}: {len(chosen)} schedules")
+        rows += tune.measure(case, chosen, timing, report=_say, seed=seed)
+        record.Record(meta | {"partial": True}, tuple(rows)).write(path)
+    _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
+
+
 def _extents(shape: str) -> tuple[int, int]:
     """A cluster as "2x1".
 

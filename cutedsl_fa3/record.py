@@ -1,8 +1,8 @@
 """Measurement records: what ran where, as JSON.
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
-name says what was measured: `bench` (rows of `Row`) or `gemm` (rows of `GemmRow`). One marked
-`partial` holds what was measured before a run ended early; no table is made from it.
+name says what was measured: `bench` (rows of `Row`), `gemm` (`GemmRow`) or `tune` (`ScheduleRow`).
+One marked `partial` holds what was measured before a run ended early; no table is made from it.
 """
 
 from __future__ import annotations
@@ -87,6 +87,35 @@ class GemmRow:
     samples: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class ScheduleRow:
+    """One schedule's time on one problem; `spills` in bytes a thread, units as for `Row`."""
+
+    variant: str
+    dtype: str
+    head_dim: int
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads: int
+    kv_heads: int
+    tile_m: int
+    tile_n: int
+    stages: int
+    consumers: int
+    overlap: str
+    cluster: tuple[int, int]
+    head_group: int
+    spills: int
+    ms: float
+    tflops: float
+    samples: tuple[float, ...]
+
+    def follows(self, schedule: Any) -> bool:
+        """Whether this row is of that schedule."""
+        return all(getattr(self, name) == value for name, value in asdict(schedule).items())
+
+
 _MEASURED = ("provider", "ms", "tflops", "max_error", "samples")
 
 
@@ -119,8 +148,10 @@ class Record:
         return cls(content["meta"], tuple(_row(fields) for fields in content["rows"]))
 
 
-def _row(fields: dict[str, Any]) -> Row | GemmRow:
+def _row(fields: dict[str, Any]) -> Row | GemmRow | ScheduleRow:
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    if "overlap" in fields:
+        return ScheduleRow(**fields)
     return GemmRow(**fields) if "cluster" in fields else Row(**fields)
 
 

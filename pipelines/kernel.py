@@ -108,6 +108,12 @@ class WarpSpecialized:
                 if tile not in (self.accumulators if in_tmem else self.tiles):
                     kind = "accumulator" if in_tmem else "tile"
                     raise ScheduleError(f"ring {name!r} carries {tile!r}, which is no {kind}")
+            for tile, axis in ring.multicast.items():
+                if tile not in ring.tiles or axis not in ("m", "n"):
+                    raise ScheduleError(
+                        f"ring {name!r} multicasts {tile!r} along {axis!r}: one of its tiles "
+                        f"({', '.join(ring.tiles)}) along 'm' or 'n' is needed"
+                    )
             for role in (ring.producer, ring.consumer):
                 if role not in self.roles:
                     raise ScheduleError(f"ring {name!r} names {role!r}, which is no role")
@@ -185,6 +191,17 @@ class WarpSpecialized:
         return replace(whole, rows=whole.rows // self.parts(tile))
 
     # Traced from here on.
+
+    def launch(self, io: object, grid: tuple, stream: object) -> None:
+        """Launch the kernel, from the host function: one CTA a multiprocessor, in its clusters.
+
+        Without that promise the compiler does not know the launch's registers and drops every
+        setmaxnreg.
+        """
+        cluster = {"cluster": (*self.cluster, 1)} if self.cluster != (1, 1) else {}
+        self.kernel(io).launch(
+            grid=grid, block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream, **cluster
+        )
 
     def open_storage(self) -> tuple[SimpleNamespace, cute.Pointer]:
         """A tensor per tile at its planned offset, and the address of the mbarriers."""

@@ -74,13 +74,7 @@ class Gemm(WarpSpecialized):
         )
         tiles = cute.ceil_div(c.shape, (self.schedule.tile_m, self.schedule.tile_n))
         grid = cute.round_up(tiles, self.cluster)
-        self.kernel(io).launch(
-            grid=(*grid, 1),
-            block=(self.threads, 1, 1),
-            cluster=(*self.cluster, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        self.launch(io, (*grid, 1), stream)
 
     def k_tiles(self, io: Io) -> cutlass.Int32:
         """Tiles along k."""

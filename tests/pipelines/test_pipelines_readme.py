@@ -64,12 +64,7 @@ def launchable(copy: type, stages: int):
             tile = self.tiles["x"]
             blocks = cute.ceil_div(x.shape[0], tile.rows)
             io = Io(tuple(tile.load_atom(x)), tuple(tile.store_atom(y)), blocks)
-            self.kernel(io).launch(
-                grid=(1, 1, 1),
-                block=(self.threads, 1, 1),
-                min_blocks_per_mp=1,
-                stream=stream,
-            )
+            self.launch(io, (1, 1, 1), stream)
 
     return Launched(stages)
 

@@ -205,12 +205,7 @@ class ForwardSm90(WarpSpecialized):
         )
         m_blocks = cute.ceil_div(q.shape[0], self.schedule.tile_m)
         tiles = self.order.tiles(m_blocks, q.shape[2] * q.shape[3])
-        self.kernel(io).launch(
-            grid=(tiles, 1, 1),
-            block=(self.threads, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        self.launch(io, (tiles, 1, 1), stream)
 
     def work(self, io: Io) -> Work:
         """This CTA's tile, computed alike by every role."""
