@@ -53,6 +53,7 @@ _WITHOUT_CODE = frozenset(
         "cli.py",
         "demo.py",
         "gemm.py",
+        "interface.py",
         "named.py",
         "peers.py",
         "record.py",

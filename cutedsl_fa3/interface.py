@@ -269,6 +269,11 @@ def _addressable(name: str, t: torch.Tensor) -> torch.Tensor:
 
 def _launchable(t: torch.Tensor) -> torch.Tensor:
     """A captured tensor as the kernel takes it: at least one dimension, bools as bytes."""
+    if t.numel() == 0:
+        raise Unsupported(
+            f"a captured tensor of shape {tuple(t.shape)} has no elements: a kernel reads at least "
+            "one; leave it out of the variant"
+        )
     t = t.detach()
     if t.dtype == torch.bool:
         t = t.view(torch.uint8)

@@ -143,3 +143,8 @@ def test_a_ring_too_deep_is_refused_naming_bytes_and_limit():
     q = drawn(2, 128, 4, 128)
     with pytest.raises(fa3.LayoutError, match=r"295056 .*232448.* 3 stages of 'k', 'v' would"):
         fa3.plan(q, q, q, schedule=Schedule(128, 128, stages=4))
+
+
+def test_a_captured_tensor_without_elements_is_refused():
+    with pytest.raises(fa3.Unsupported, match=r"shape \(3, 0\) has no elements"):
+        interface._launchable(torch.zeros(3, 0))

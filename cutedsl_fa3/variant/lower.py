@@ -228,18 +228,15 @@ class Lowering:
             return KINDS[node.dtype](node.args[0])
         if node.op == "div" and isinstance(node.args[1], float) and _has_reciprocal(node.args[1]):
             return value(node.args[0].id) * (1.0 / node.args[1])
-        operands = [
-            value(a.id) if isinstance(a, Ref) else self._literal(node, i, a)
-            for i, a in enumerate(node.operands)
-        ]
+        operands = [value(a.id) if isinstance(a, Ref) else constant(a) for a in node.operands]
         if node.op == "load":
             return load(self.captures[node.args[0]], operands, node.dtype)
         return LOWER[node.op](*operands)
 
-    def _literal(self, node: Node, position: int, number: bool | int | float) -> Any:
-        return KINDS[
-            "bool" if isinstance(number, bool) else "int" if isinstance(number, int) else "float"
-        ](number)
+
+def constant(number: bool | int | float) -> Any:
+    """A Python number as a scalar of its own type."""
+    return KINDS[type(number).__name__](number)
 
 
 def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:

@@ -15,6 +15,10 @@ Overlap, one consumer's view of step j (MMAs are issued, then run while the warp
     none      QK(j) | softmax(j) | PV(j)
     intra     QK(j+1), PV(j) running under softmax(j+1)
     pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
+
+Where a change goes: another score or mask is a Variant and needs no kernel code; what happens to an
+element between the two products is elements.py and softmax.py; another operand is a tile, a ring
+that carries it, and two lines in the roles.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from cutedsl_fa3.pipelines import (
     Turns,
     WarpSpecialized,
 )
+from cutedsl_fa3.variant.bounds import Runs
 from cutedsl_fa3.variant.describe import shape
 
 from .elements import Elements
@@ -73,7 +78,7 @@ class Work:
     batch: Int32
     kv_head: Int32
     elements: Elements
-    runs: object
+    runs: Runs
 
 
 class ForwardSm90(WarpSpecialized):
@@ -351,11 +356,7 @@ class ForwardSm90(WarpSpecialized):
     def epilogue(self, io, smem, w, f, softmax, thread, group):
         """O / row_sum and LSE to global memory; each warpgroup stores its own 64 rows."""
         lse = softmax.finish(f.output)
-        rows = cute.local_tile(
-            smem.o[None, None, 0] if cute.rank(smem.o) > 2 else smem.o,
-            (self.strip.rows, self.strip.cols),
-            (group, 0),
-        )
+        rows = cute.local_tile(smem.o, (self.strip.rows, self.strip.cols), (group, 0))
         wgmma.to_smem(f.acc_o, rows, f.pv_strip, thread % wgmma.WARPGROUP)
         cute.arch.fence_view_async_shared()
         self.barriers["strip", group].arrive_and_wait()
