@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .graph import Graph
+from .graph import LARGEST, Graph
 from .keys import Keys, KeySet, QueryTile, Span, key_sets
 from .ops import Integers
 
@@ -216,10 +216,11 @@ class PythonIntegers:
         return a if condition else b
 
     def load(self, capture: int, indices: tuple[int, ...]) -> Any:
-        """An element, its indices clamped into the tensor as in the kernel."""
+        """An element, its indices clamped into the tensor and int64 saturated as in the kernel."""
         tensor = self.captures[capture]
         inside = [max(0, min(i, n - 1)) for i, n in zip(indices, tensor.shape, strict=True)]
-        return tensor[tuple(inside)].item()
+        value = tensor[tuple(inside)].item()
+        return max(-LARGEST, min(value, LARGEST)) if tensor.dtype == torch.int64 else value
 
 
 def spans(keys: KeySet, seqlen_k: int) -> tuple[Span, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .graph import Graph, Node, Ref
+from .graph import LARGEST, Graph, Node, Ref
 from .ops import OPS
 
 
@@ -22,6 +22,7 @@ def evaluate(
 
     Indices of captured tensors are clamped to the tensor, as in the kernel, because masked
     positions may lie outside; where `visible` (broadcastable) holds, they must be in range.
+    Captured int64 elements saturate at +-(2^31 - 1), as in the kernel.
 
     Shape: the broadcast of the inputs that the graph depends on.
     Raises: IndexError for a visible index outside its captured tensor.
@@ -81,6 +82,8 @@ class _Reader:
         value = capture[tuple(clamped)].to(self.device)
         if value.is_floating_point():
             return value.to(self.dtype)
+        if value.dtype == torch.int64:
+            return value.clamp(-LARGEST, LARGEST)
         return value if value.dtype == torch.bool else value.long()
 
     def check(self, number: int, axis: int, index: torch.Tensor, outside: torch.Tensor) -> None:

@@ -37,6 +37,9 @@ CAPTURE_DTYPES: dict[torch.dtype, DType] = {
 }
 
 
+LARGEST = 2**31 - 1  # captured int64 elements saturate here and at -LARGEST, in every reader
+
+
 @dataclass(frozen=True)
 class Ref:
     """The value of another node of the same graph."""

@@ -353,6 +353,14 @@ def test_huge_constants_and_captured_values_stay_in_32_bits(size, sign):
         check_opaque(variant, tile, 64)
 
 
+@pytest.mark.parametrize(("value", "seen"), [(2**40, "full"), (-(2**40), "empty")])
+def test_captured_int64_lengths_saturate_at_32_bits(value, seen):
+    variant = Variant(mask=masks.prefix(torch.tensor(value)))
+    tile = QueryTile(0, 63, 0, 0, 64, 64)
+    assert classify(variant.mask, tile, (0, 63), variant.captures) == seen
+    assert abs(PythonIntegers(variant.captures).load(0, ())) == 2**31 - 1
+
+
 def test_a_tile_covered_by_two_neighbouring_ranges_is_full():
     # keys 0..9 through one range and 10.. through another: tile 0 (0..15) needs both
     variant = Variant(mask=lambda b, h, q, k: (k < 10) | (k >= LENGTHS[b] + 5))

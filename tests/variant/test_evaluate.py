@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutedsl_fa3 import masks
 from cutedsl_fa3.variant import Graph, Node, Ref, Variant
 from cutedsl_fa3.variant.evaluate import evaluate
 from cutedsl_fa3.variant.ops import OPS
@@ -265,6 +266,19 @@ def test_an_index_outside_is_clamped_where_hidden_and_an_error_where_visible():
     assert found.tolist() == [0.0, 5.0, 9.0]
     with pytest.raises(IndexError, match="index -4"):
         evaluate(variant.score, inputs, variant.captures, visible=torch.tensor(True))
+
+
+def test_captured_int64_elements_saturate_at_32_bits():
+    for value, seen in ((2**40, True), (-(2**40), False)):
+        variant = Variant(mask=masks.prefix(torch.tensor(value)))
+        keys = torch.tensor([0, 5, 2**30])
+        assert evaluate(variant.mask, {"k": keys}, variant.captures).tolist() == [seen] * 3
+        beyond = torch.tensor([value])
+        one = Variant(score=lambda s, b, h, q, k, t=beyond: s * 0 + t[h])
+        found = evaluate(
+            one.score, {"score": torch.zeros(()), "h": 0}, one.captures, dtype=torch.float64
+        )
+        assert found.item() == (2**31 - 1 if seen else -(2**31 - 1))
 
 
 def test_a_graph_can_be_made_by_hand():
