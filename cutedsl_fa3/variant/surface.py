@@ -59,6 +59,20 @@ def _mul(b: Builder, x: Value, other: Value) -> Value:
     return b.emit("mul" if b.promoted(x, other) != "bool" else "and", x, other)
 
 
+def _refuse_zero(b: Builder, name: str, divisor: Value) -> None:
+    """Refuses the integer 0 as divisor; a float 0 gives infinities and NaN, as in torch.
+
+    Raises: VariantError.
+    """
+    if isinstance(divisor, Ref) and b.nodes[divisor.id].op == "const":
+        divisor = b.nodes[divisor.id].args[0]
+    if not isinstance(divisor, Ref) and divisor == 0:
+        raise VariantError(
+            f"{name} of integers by {divisor!r} has no value; valid are other divisors, and "
+            "floats, as in `x / 0.0`"
+        )
+
+
 def _div(b: Builder, x: Value, other: Value, *, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
         return b.emit("div", x, other)
@@ -68,23 +82,32 @@ def _div(b: Builder, x: Value, other: Value, *, rounding_mode: str | None = None
         raise VariantError(f"rounding_mode {rounding_mode!r} is not one of None, 'floor', 'trunc'")
     if b.promoted(x, other) == "float":
         return b.emit("trunc", b.emit("div", x, other))
+    _refuse_zero(b, "a division", other)
     return b.emit("truncdiv", x, other)
 
 
 def _floordiv(b: Builder, x: Value, other: Value) -> Value:
     if b.promoted(x, other) == "float":
         return b.emit("floor", b.emit("div", x, other))
+    _refuse_zero(b, "`//`", other)
     return b.emit("floordiv", x, other)
 
 
 def _remainder(b: Builder, x: Value, other: Value) -> Value:
     """The remainder with the divisor's sign; for floats fmod, moved over where the signs differ."""
     if b.promoted(x, other) != "float":
+        _refuse_zero(b, "`%`", other)
         return b.emit("mod", x, other)
     rest = b.emit("fmod", x, other)
     differ = b.emit("xor", b.emit("lt", other, 0.0), b.emit("lt", rest, 0.0))
     moved = b.emit("and", b.emit("ne", rest, 0.0), differ)
     return b.emit("where", moved, b.emit("add", rest, other), rest)
+
+
+def _fmod(b: Builder, x: Value, other: Value) -> Value:
+    if b.promoted(x, other) != "float":
+        _refuse_zero(b, "torch.fmod", other)
+    return b.emit("fmod", x, other)
 
 
 def _pow(b: Builder, x: Value, exponent: Value) -> Value:
@@ -252,7 +275,7 @@ SURFACE: dict[str, Entry] = {
     **_alias("div", "divide", "true_divide", "truediv", entry=_div),
     **_alias("floordiv", "floor_divide", entry=_floordiv),
     **_alias("mod", "remainder", entry=_remainder),
-    **_alias("fmod", entry=_plain("fmod")),
+    **_alias("fmod", entry=_fmod),
     **_alias("pow", entry=_pow),
     **_alias("neg", "negative", entry=_plain("neg")),
     **_alias("pos", "positive", entry=lambda b, x: x),

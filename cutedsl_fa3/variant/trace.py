@@ -209,6 +209,7 @@ class Tracer(torch.fx.Tracer):
     def number(self, tensor: torch.Tensor) -> int:
         """The number of a captured tensor, the same each time it is used."""
         if id(tensor) not in self.numbers:
+            self.check_storage(tensor)
             if tensor.dtype not in CAPTURE_DTYPES:
                 allowed = ", ".join(str(dtype)[6:] for dtype in CAPTURE_DTYPES)
                 self.refuse(
@@ -218,6 +219,26 @@ class Tracer(torch.fx.Tracer):
             self.numbers[id(tensor)] = len(self.captures)
             self.captures.append(tensor)
         return self.numbers[id(tensor)]
+
+    def check_storage(self, tensor: torch.Tensor) -> None:
+        """Raises: VariantError for a tensor that has no elements to read."""
+        shape = tuple(tensor.shape)
+        if tensor.layout != torch.strided:
+            layout = str(tensor.layout)[6:]
+            self.refuse(
+                f"a captured tensor of shape {shape} has layout {layout}; valid is a dense "
+                "(strided) one: convert it outside, as with t.to_dense()"
+            )
+        if tensor.device.type == "meta":
+            self.refuse(
+                f"a captured tensor of shape {shape} is on device meta and holds no values; valid "
+                "are tensors on a GPU, and on the CPU for the reference"
+            )
+        if tensor.numel() == 0:
+            self.refuse(
+                f"a captured tensor of shape {shape} has no elements; a kernel reads at least one, "
+                "at hidden positions too: give it sizes of at least 1"
+            )
 
     def load(self, number: int, indices: tuple[Value, ...]) -> Ref:
         return self.builder.load(number, indices, CAPTURE_DTYPES[self.captures[number].dtype])

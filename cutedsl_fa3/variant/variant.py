@@ -14,6 +14,8 @@ from .graph import Graph
 from .normalise import normalise
 from .trace import PARAMETERS, trace
 
+INTEGER_DIVISIONS = ("floordiv", "truncdiv", "mod", "fmod")
+
 
 class Variant:
     """An attention variant in plain Python: what to do with a score, and which keys a query sees.
@@ -21,8 +23,12 @@ class Variant:
     `score(s, b, h, q, k)` returns the score used instead of s (scaled, natural units) and
     `mask(b, h, q, k)` whether query q sees key k; q and k are raw indices. The functions are traced
     here and not kept: code and Python numbers are frozen by value, captured tensors are kept by
-    reference and read at each launch (a 0-d tensor is a scalar). Integers are 32-bit; captured fp16
-    and bf16 elements are widened to fp32, small integers to int32.
+    reference and read at each launch (a 0-d tensor is a scalar).
+
+    Integer arithmetic is 32-bit: captured int64 elements saturate at +-(2^31 - 1), smaller integers
+    are widened to int32; captured fp16 and bf16 elements are widened to fp32. Indices of captured
+    tensors are clamped to the tensor at hidden positions. copy and deepcopy return the Variant
+    itself, captured tensors being references; it cannot be pickled.
 
     Raises: VariantError where a function cannot become a graph.
     """
@@ -56,6 +62,18 @@ class Variant:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"a Variant is a snapshot; {name} cannot be deleted")
 
+    def __copy__(self) -> Variant:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Variant cannot be pickled: its captured tensors are references, which no other "
+            "process can follow; send what it is made from and call Variant(...) there"
+        )
+
     @property
     def text(self) -> str:
         """Canonical text: variants that generate the same code have the same text."""
@@ -86,8 +104,17 @@ def _is_everything(graph: Graph) -> bool:
     return graph.result.op == "const" and graph.result.args == (True,)
 
 
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int) and value == 0
+
+
 def _checked(graph: Graph, role: str) -> Graph:
     for node in graph.nodes:
+        if node.op in INTEGER_DIVISIONS and node.dtype == "int" and _is_zero(node.args[1]):
+            raise VariantError(
+                f"{role} divides an integer by 0 ({node.op}), which has no value; valid are other "
+                "divisors, and floats"
+            )
         for value in (*node.operands, *(node.args if node.op == "const" else ())):
             if isinstance(value, int) and not -(2**31) <= value < 2**31:
                 raise VariantError(

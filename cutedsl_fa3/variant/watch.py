@@ -28,6 +28,14 @@ _METADATA = frozenset(
 _CONSTANTS = frozenset(("tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "full"))
 _CONVERSIONS = frozenset(("bool", "int", "float", "index", "complex", "len", "iter", "contains"))
 
+# What gives the same elements another shape: no computation, but an object the trace cannot follow.
+_VIEWS = frozenset(
+    "T mT H mH t data real detach alias view view_as reshape reshape_as flatten ravel unflatten"
+    " transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze expand expand_as"
+    " broadcast_to contiguous select narrow diagonal unfold as_strided unbind chunk split"
+    " tensor_split atleast_1d atleast_2d atleast_3d".split()
+)
+
 
 class Watch(TorchFunctionMode):
     """Sees every torch function that runs while a score or mask is traced."""
@@ -60,6 +68,11 @@ class Watch(TorchFunctionMode):
             return tracer.record(bare, args, kwargs, written)
         if not tensors and name in _CONSTANTS:
             return self.constant(func, args, kwargs, written)
+        if tensors and name in _VIEWS:
+            tracer.refuse(
+                f"{written} takes a view of a captured tensor; do the view outside the function "
+                "and capture the result"
+            )
         tracer.refuse(
             f"{written} on captured tensors only would be frozen into the kernel at its present "
             "value; do it outside and capture the result, or index the tensor first and apply it "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
+import re
 import subprocess
 import sys
 import time
@@ -157,6 +160,13 @@ def test_chained_indices_are_one_load():
 
 def test_negative_constant_indices_count_from_the_end():
     assert "load(t0, 3)" in score_text(lambda s, b, h, q, k: s + W[-1])
+
+
+def test_a_copy_of_a_variant_is_the_variant_and_pickling_is_refused_with_the_reason():
+    variant = Variant(score=lambda s, b, h, q, k: s * W[h])
+    assert copy.copy(variant) is variant and copy.deepcopy([variant])[0] is variant
+    with pytest.raises(TypeError, match="captured tensors are references"):
+        pickle.dumps(variant)
 
 
 def test_a_variant_cannot_be_changed():
@@ -332,6 +342,58 @@ def test_captured_tensors_used_whole_or_half_indexed_are_refused():
     assert "slices" in refused(score=lambda s, b, h, q, k: s + W[1:][h])
     assert "not int" in refused(score=lambda s, b, h, q, k: s + W[h / 2])
     assert "out of range" in refused(score=lambda s, b, h, q, k: s + W[4])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, q, k: s * TABLE.T[h, b],
+        lambda s, b, h, q, k: s * W.detach()[h],
+        lambda s, b, h, q, k: s * TABLE.view(-1)[h],
+        lambda s, b, h, q, k: s * TABLE.reshape(4, 3)[h, b],
+        lambda s, b, h, q, k: s * SCALAR.detach(),
+    ],
+)
+def test_views_of_captured_tensors_are_refused_as_views(function):
+    message = refused(score=function)
+    assert "do the view outside the function and capture the result" in message, message
+    assert "frozen" not in message
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that sparse layouts are in beta
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: torch.eye(3).to_sparse(), r"shape \(3, 3\) has layout sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), r"shape \(3, 3\) has layout sparse_csr"),
+        (lambda: torch.empty(3, 3, device="meta"), r"shape \(3, 3\) is on device meta"),
+        (lambda: torch.empty(3, 0), r"shape \(3, 0\) has no elements"),
+    ],
+)
+def test_captured_tensors_that_hold_no_dense_elements_are_refused(made, words):
+    tensor = made()
+    for index in (lambda h: tensor[h, h], lambda h: tensor[h][h]):
+        assert re.search(words, refused(score=lambda s, b, h, q, k, i=index: s + i(h)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, q, k: s + q // 0,
+        lambda s, b, h, q, k: s + q % 0,
+        lambda s, b, h, q, k: s + q % False,
+        lambda s, b, h, q, k: s + q // torch.tensor(0),
+        lambda s, b, h, q, k: s + torch.div(q, 0, rounding_mode="trunc"),
+        lambda s, b, h, q, k: s + torch.fmod(q, 0),
+        lambda s, b, h, q, k: s + q // (h * 0),
+        lambda s, b, h, q, k: s + 5 % (h * 0),
+        lambda s, b, h, q, k: s + seqlen_k // 0,
+        lambda s, b, h, q, k: s + COUNT // 0,
+    ],
+)
+def test_integers_divided_by_a_zero_known_now_are_refused(function):
+    assert "has no value; valid are other divisors" in refused(score=function)
+    assert "fmod" in score_text(lambda s, b, h, q, k: s % 0.0)
 
 
 def test_a_tensor_of_an_unsupported_dtype_is_refused_by_dtype():
