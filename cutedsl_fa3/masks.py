@@ -7,6 +7,7 @@ i + (seqlen_k - seqlen_q).
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from cutedsl_fa3.errors import VariantError
 from cutedsl_fa3.variant import seqlen_k, seqlen_q
 
 Mask = Callable[[Any, Any, Any, Any], Any]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def full(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -39,8 +42,10 @@ def window(left: int | None = None, right: int | None = None, *, causal: bool = 
     A window of W tokens that ends at the query is (W - 1, 0). None or -1 leaves a side unbounded;
     `causal` caps the right side at 0.
 
-    Raises: ValueError for other negative sizes.
+    Raises: VariantError for other negative sizes, and for what is no int or bool.
     """
+    if not isinstance(causal, bool):
+        raise VariantError(f"masks.window: causal is {causal!r}; valid are True and False")
     before, after = _side("left", left), _side("right", right)
     if causal:
         after = 0
@@ -56,35 +61,57 @@ def window(left: int | None = None, right: int | None = None, *, causal: bool = 
 def _side(name: str, size: int | None) -> int | None:
     if size is None or size == -1:
         return None
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise ValueError(f"{name} must be an int or None, not {size!r}")
-    if size < 0:
-        raise ValueError(
-            f"{name} is {size}; valid are sizes from 0, and None or -1 for an unbounded side"
+    if not _is_int(size) or size < 0:
+        raise VariantError(
+            f"masks.window: {name} is {size!r}; valid are ints from 0, and None or -1 for an "
+            "unbounded side"
         )
-    return size
+    return int(size)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def prefix(length: int | torch.Tensor) -> Mask:
     """Every query sees the first `length` keys: one number, or one for each batch entry.
 
     Shape: int, () or (batch,), integers.
-    Raises: VariantError for another shape or dtype.
+    Raises: VariantError for another type, shape or dtype.
     """
     if not isinstance(length, torch.Tensor):
+        if not _is_int(length):
+            raise VariantError(
+                f"masks.prefix: length is {length!r}; valid are an int, and a tensor of integers "
+                "of shape () or (batch,)"
+            )
         return lambda b, h, q, k: k < length
-    if length.ndim > 1 or length.is_floating_point() or length.dtype == torch.bool:
+    if length.ndim > 1 or length.dtype not in _INTEGERS:
         raise VariantError(
-            f"length is {str(length.dtype)[6:]} of shape {tuple(length.shape)}; valid are integers "
-            "of shape () or (batch,)"
+            f"masks.prefix: length is {str(length.dtype)[6:]} of shape {tuple(length.shape)}; "
+            "valid are int64, int32, int16, int8 and uint8 of shape () or (batch,)"
         )
     if length.ndim == 0:
         return lambda b, h, q, k: k < length
     return lambda b, h, q, k: k < length[b]
 
 
+def _check_functions(name: str, masks: tuple[Any, ...]) -> None:
+    for i, mask in enumerate(masks):
+        if not callable(mask):
+            many = isinstance(mask, list | tuple) and name != "not_mask"
+            raise VariantError(
+                f"masks.{name}: argument {i} is {mask!r}; valid are functions mask(b, h, q, k)"
+                + (f", each an argument of its own: {name}(*masks)" if many else "")
+            )
+
+
 def and_masks(*masks: Mask) -> Mask:
-    """A query sees the keys that all masks show."""
+    """A query sees the keys that all masks show.
+
+    Raises: VariantError for an argument that is no mask function.
+    """
+    _check_functions("and_masks", masks)
 
     def every(b: Any, h: Any, q: Any, k: Any) -> Any:
         seen: Any = True
@@ -96,7 +123,11 @@ def and_masks(*masks: Mask) -> Mask:
 
 
 def or_masks(*masks: Mask) -> Mask:
-    """A query sees the keys that any mask shows."""
+    """A query sees the keys that any mask shows.
+
+    Raises: VariantError for an argument that is no mask function.
+    """
+    _check_functions("or_masks", masks)
 
     def some(b: Any, h: Any, q: Any, k: Any) -> Any:
         seen: Any = False
@@ -108,7 +139,11 @@ def or_masks(*masks: Mask) -> Mask:
 
 
 def not_mask(mask: Mask) -> Mask:
-    """A query sees the keys that the mask hides."""
+    """A query sees the keys that the mask hides.
+
+    Raises: VariantError for an argument that is no mask function.
+    """
+    _check_functions("not_mask", (mask,))
 
     def other(b: Any, h: Any, q: Any, k: Any) -> Any:
         return mask(b, h, q, k) ^ True

@@ -7,6 +7,7 @@ the variant. Memory stays bounded by working through a few rows and heads at a t
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator
 
 import torch
@@ -31,7 +32,8 @@ def attention(
     Shape: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim),
         v (batch, seqlen_k, kv_heads, head_dim_v) -> (batch, seqlen_q, heads, head_dim_v).
     Units: scale is natural and defaults to 1 / sqrt(head_dim).
-    Raises: ValueError for shapes or dtypes that do not fit together.
+    Raises: ValueError for shapes or dtypes that do not fit together, a variant that is no Variant
+        and a scale that is no finite number.
     """
     return attention_with_lse(q, k, v, variant, scale=scale, dtype=dtype)[0]
 
@@ -51,9 +53,11 @@ def attention_with_lse(
     rows that see it, and no others.
 
     Shape: as `attention`; LSE (batch, heads, seqlen_q), natural logarithm, in `dtype`.
-    Raises: ValueError for shapes or dtypes that do not fit together.
+    Raises: ValueError for shapes or dtypes that do not fit together, a variant that is no Variant
+        and a scale that is no finite number.
     """
     _check(q, k, v, dtype)
+    _check_options(variant, scale)
     variant = Variant() if variant is None else variant
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     batch, seqlen_q, heads, _ = q.shape
@@ -132,6 +136,17 @@ def _softmax(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, 
             out = torch.where(hits, out + extreme, out)
     empty = row_sum == 0
     return torch.where(empty, 0.0, out / torch.where(empty, 1.0, row_sum)), lse
+
+
+def _check_options(variant: object, scale: object) -> None:
+    if variant is not None and not isinstance(variant, Variant):
+        hint = "; make one of a function, as in Variant(mask=...)" if callable(variant) else ""
+        raise ValueError(f"variant is {variant!r}; valid are a Variant and None{hint}")
+    if scale is None:
+        return
+    number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    if not number or not math.isfinite(scale):
+        raise ValueError(f"scale is {scale!r}; valid are finite numbers, and None for the default")
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> None:

@@ -121,6 +121,54 @@ def test_softcap_is_cap_times_tanh_and_zero_leaves_scores_alone():
         scores.softcap(-1)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        *(
+            (lambda cap=cap: scores.softcap(cap), r"scores\.softcap: cap is .*valid are positive")
+            for cap in (math.nan, math.inf, -math.inf, -1, "30", None, True, torch.tensor(3.0))
+        ),
+        *(
+            (lambda n=n: masks.prefix(n), r"masks\.prefix: length is .*valid are an int")
+            for n in (2.5, True, math.nan, "3", None)
+        ),
+        (lambda: masks.prefix(torch.ones(2, 2).long()), r"masks\.prefix: length is int64 of shape"),
+        (lambda: masks.window(3, 0, causal="no"), r"masks\.window: causal is 'no'; valid are True"),
+        (lambda: masks.window(3, 0, causal=1), r"masks\.window: causal is 1; valid are True"),
+        (lambda: masks.window(2.5, 0), r"masks\.window: left is 2\.5; valid are ints"),
+        (lambda: masks.window(2, True), r"masks\.window: right is True; valid are ints"),
+        (lambda: scores.alibi([1, 2]), r"scores\.alibi: slopes is \[1, 2\]; valid is a tensor"),
+        (lambda: scores.alibi(0.5), r"scores\.alibi: slopes is 0\.5; valid is a tensor"),
+        (lambda: scores.alibi(torch.ones(2).double()), r"float64; .*give slopes\.float\(\)"),
+        (lambda: scores.alibi(torch.ones(2).half()), r"float16; .*bring the bits back"),
+        (lambda: scores.relative_bias(None), r"scores\.relative_bias: table is None; valid is a"),
+        (lambda: masks.and_masks([masks.causal]), r"masks\.and_masks: .*and_masks\(\*masks\)"),
+        (lambda: masks.or_masks(masks.causal, 3), r"masks\.or_masks: argument 1 is 3; valid are"),
+        (lambda: masks.not_mask(3), r"masks\.not_mask: argument 0 is 3; valid are functions"),
+    ],
+)
+def test_wrong_arguments_of_masks_and_scores_are_refused_by_function_and_argument(make, words):
+    with pytest.raises(VariantError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"variant": masks.causal}, r"variant is <function causal.*Variant\(mask="),
+        ({"variant": "causal"}, "variant is 'causal'; valid are a Variant and None$"),
+        *(
+            ({"scale": scale}, "scale is .*; valid are finite numbers")
+            for scale in (math.nan, math.inf, "1", True, torch.tensor(1.0))
+        ),
+    ],
+)
+def test_options_of_the_reference_are_refused_by_name(options, words):
+    q = torch.ones(1, 2, 1, 8)
+    with pytest.raises(ValueError, match=words):
+        reference.attention(q, q, q, **options)
+
+
 def test_a_relative_bias_is_read_at_the_distance_and_only_where_visible():
     table = torch.randn(2, 7)
     variant = Variant(score=scores.relative_bias(table), mask=masks.window(3, 3))
