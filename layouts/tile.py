@@ -39,7 +39,8 @@ class Tile:
     """A rows x cols block of `dtype`, columns contiguous, swizzled by its row length.
 
     Raises:
-        LayoutError: rows not a multiple of 8, or a row that no swizzle span divides.
+        LayoutError: rows not a multiple of 8, a row that no swizzle span divides, or a dtype that
+        is not one of cutlass.
     """
 
     rows: int
@@ -51,6 +52,10 @@ class Tile:
             raise LayoutError(
                 f"tile rows = {self.rows}: a swizzle atom has {ATOM_ROWS} rows; "
                 f"use {max(ATOM_ROWS, -(-self.rows // ATOM_ROWS) * ATOM_ROWS)}"
+            )
+        if getattr(self.dtype, "width", None) is None:
+            raise LayoutError(
+                f"tile dtype = {self.dtype!r}: a cutlass type is needed, e.g. cutlass.BFloat16"
             )
         widest(self.row_bytes)
 

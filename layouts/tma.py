@@ -48,6 +48,7 @@ class TensorMap:
     Shape: `shape`, `box` and `element_strides` have one entry a dimension, innermost first;
         `strides` leaves out dimension 0, which is contiguous.
     Units: `shape` and `box` in elements, `strides` and `address` in bytes.
+    Raises: LayoutError for an address or a swizzle of another type; values are for `check`.
     """
 
     dtype: type
@@ -62,6 +63,16 @@ class TensorMap:
     oob_fill: str = "zeros"
     cache_hint: str = "evict_normal"
     prefetch: str = "descriptor"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.address, int):
+            raise LayoutError(
+                f"tensor map address = {self.address!r}: an int is needed, e.g. tensor.data_ptr()"
+            )
+        if not isinstance(self.swizzle, Swizzle):
+            raise LayoutError(
+                f"tensor map swizzle = {self.swizzle!r}: a Swizzle is needed; NONE is no swizzle"
+            )
 
     @property
     def rank(self) -> int:
@@ -125,7 +136,8 @@ class TensorMap:
             "cache hint": f"{self.cache_hint} (on each copy)",
             "prefetch": self.prefetch,
         }
-        head = f"tensor map of {self.dtype.__name__}, {self.rank} dimensions, innermost first"
+        kind = getattr(self.dtype, "__name__", self.dtype)  # a wrong type can be printed too
+        head = f"tensor map of {kind}, {self.rank} dimensions, innermost first"
         return "\n".join([head, *(f"  {name:<16}{text}" for name, text in fields.items())])
 
     @classmethod
@@ -138,6 +150,8 @@ class TensorMap:
         """
         if len(raw) != DESCRIPTOR_BYTES:
             raise LayoutError(f"a tensor map is {DESCRIPTOR_BYTES} bytes, not {len(raw)}")
+        if getattr(dtype, "width", None) is None:
+            raise LayoutError(f"dtype = {dtype!r}: a cutlass type is needed, e.g. cutlass.BFloat16")
         word = int.from_bytes(raw, "little")
 
         def field(low: int, bits: int) -> int:

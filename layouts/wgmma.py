@@ -11,6 +11,7 @@ matrix fragments): rows lane/4 and lane/4 + 8 of its warp's 16 rows; in both, co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -21,6 +22,8 @@ from .errors import LayoutError
 
 ROWS = 64  # rows of one warpgroup's instruction
 WARPGROUP = 128  # threads
+ROW_LANES = (1, 2)  # butterfly distances of the lanes that hold a row together
+ROWS_HELD = 2  # rows of an instruction that one thread holds
 MAX_N = 256
 
 
@@ -29,29 +32,33 @@ def tiled_mma(
     n: int,
     warpgroups: int,
     *,
-    a_from: str = "smem",
-    b_major: str = "k",
+    a_from: Literal["smem", "registers"] = "smem",
+    b_major: Literal["k", "n"] = "k",
 ) -> cute.TiledMma:
     """A WGMMA of (64 * warpgroups) x n x 16, fp32 accumulator.
 
-    `a_from`: "smem" or "registers". `b_major`: "k" when the tile of B has its rows along n, "n" for
-    a transposed view.
+    `b_major`: "k" when the tile of B has its rows along n, "n" for a transposed view.
 
     Raises:
-        LayoutError: n outside 8..256 or not a multiple of 8.
+        LayoutError: n outside 8..256 or not a multiple of 8; an unknown source or major mode.
     """
     if n % 8 or not 8 <= n <= MAX_N:
-        raise LayoutError(f"WGMMA n = {n}: a multiple of 8 from 8 to {MAX_N} is needed")
-    source = warpgroup.OperandSource.SMEM if a_from == "smem" else warpgroup.OperandSource.RMEM
+        nearest = min(MAX_N, max(8, (n + 4) // 8 * 8))
+        raise LayoutError(f"WGMMA n = {n}: a multiple of 8 from 8 to {MAX_N}; use {nearest}")
+    sources = {"smem": warpgroup.OperandSource.SMEM, "registers": warpgroup.OperandSource.RMEM}
+    majors = {"k": OperandMajorMode.K, "n": OperandMajorMode.MN}
+    for what, given, known in (("a_from", a_from, sources), ("b_major", b_major, majors)):
+        if given not in known:
+            raise LayoutError(f"WGMMA {what} = {given!r}: one of {', '.join(known)} is needed")
     return sm90_utils.make_trivial_tiled_mma(
         dtype,
         dtype,
         OperandMajorMode.K,
-        OperandMajorMode.K if b_major == "k" else OperandMajorMode.MN,
+        majors[b_major],
         Float32,
         (warpgroups, 1, 1),
         (ROWS, n),
-        source,
+        sources[a_from],
     )
 
 

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass.pipeline import NamedBarrier
 
 from .roles import WARP
-from .schedule import ScheduleError
+from .schedule import ScheduleError, is_whole
 
 HARDWARE_BARRIERS = 16  # source: PTX ISA, bar
 
@@ -32,23 +32,28 @@ class Barriers:
     """The named barriers of a kernel, in table order.
 
     Raises:
-        ScheduleError: more than 15 in total, or a thread count that is not whole warps.
+        ScheduleError: more than 15 in total, no copy, or threads that are not whole warps.
     """
 
     table: Mapping[str, Barrier]
 
     def __post_init__(self) -> None:
+        for name, barrier in self.table.items():
+            if not is_whole(barrier.copies) or barrier.copies < 1:
+                raise ScheduleError(
+                    f"named barrier {name!r} copies = {barrier.copies!r}: a whole number from 1 "
+                    "is needed"
+                )
+            if not is_whole(barrier.threads) or barrier.threads < WARP or barrier.threads % WARP:
+                raise ScheduleError(
+                    f"named barrier {name!r} threads = {barrier.threads!r}: whole warps are needed"
+                )
         total = sum(barrier.copies for barrier in self.table.values())
         if total > HARDWARE_BARRIERS - 1:
             raise ScheduleError(
                 f"named barriers: {total} asked, {HARDWARE_BARRIERS - 1} exist besides "
                 "barrier 0 of sync_threads"
             )
-        for name, barrier in self.table.items():
-            if barrier.threads < WARP or barrier.threads % WARP:
-                raise ScheduleError(
-                    f"named barrier {name!r} threads = {barrier.threads}: whole warps are needed"
-                )
 
     def number(self, name: str) -> int:
         """The hardware barrier of `name` (the first of its copies)."""
@@ -60,8 +65,15 @@ class Barriers:
         raise KeyError(name)
 
     def __getitem__(self, key: tuple[str, int | cutlass.Int32] | str) -> NamedBarrier:
-        """`barriers["name"]` or `barriers["name", copy]`, to arrive at or wait on in a kernel."""
+        """`barriers["name"]` or `barriers["name", copy]`, to arrive at or wait on in a kernel.
+
+        Raises:
+            ScheduleError: a copy known here that does not exist: its number is another barrier's.
+        """
         name, copy = key if isinstance(key, tuple) else (key, 0)
+        copies = self.table[name].copies
+        if isinstance(copy, int) and not 0 <= copy < copies:
+            raise ScheduleError(f"named barrier {name!r} copy = {copy}: 0 to {copies - 1} exist")
         return NamedBarrier(self.number(name) + copy, self.table[name].threads)
 
     def __str__(self) -> str:

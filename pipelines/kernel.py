@@ -100,19 +100,33 @@ class WarpSpecialized:
         """Refuse tables that cannot run, before anything is compiled.
 
         Raises:
-            ScheduleError: registers, unknown names. LayoutError: shared or tensor memory.
+            ScheduleError: registers, barriers, unknown names, a tile in two rings.
+            LayoutError: shared or tensor memory.
         """
+        carried: dict[str, str] = {}
         for name, ring in self.rings.items():
             in_tmem = isinstance(ring, AccumulatorRing)
             for tile in ring.tiles:
                 if tile not in (self.accumulators if in_tmem else self.tiles):
                     kind = "accumulator" if in_tmem else "tile"
                     raise ScheduleError(f"ring {name!r} carries {tile!r}, which is no {kind}")
+                if tile in carried:
+                    raise ScheduleError(
+                        f"rings {carried[tile]!r} and {name!r} both carry {tile!r}: each would "
+                        "fill the other's slots; give every ring its own tiles"
+                    )
+                carried[tile] = name
             for tile, axis in ring.multicast.items():
                 if tile not in ring.tiles or axis not in ("m", "n"):
                     raise ScheduleError(
                         f"ring {name!r} multicasts {tile!r} along {axis!r}: one of its tiles "
                         f"({', '.join(ring.tiles)}) along 'm' or 'n' is needed"
+                    )
+                parts, rows = self.parts(tile), self.tiles[tile].rows
+                if rows % (8 * parts):
+                    raise ScheduleError(
+                        f"ring {name!r}: {parts} CTAs share the {rows} rows of {tile!r}, and each "
+                        f"copies whole swizzle atoms of 8 rows; a multiple of {8 * parts} is needed"
                     )
             for role in (ring.producer, ring.consumer):
                 if role not in self.roles:
@@ -121,6 +135,12 @@ class WarpSpecialized:
             if not callable(getattr(self, role, None)):
                 raise ScheduleError(f"role {role!r} has no method {role}()")
         check_registers(self.roles)
+        for name, barrier in self.barriers.table.items():
+            if barrier.threads > self.threads:
+                raise ScheduleError(
+                    f"named barrier {name!r} threads = {barrier.threads}: the CTA has "
+                    f"{self.threads}, so it would wait for ever"
+                )
         self.smem.check()
         if self.accumulators:
             self._reader_warp()
@@ -147,8 +167,9 @@ class WarpSpecialized:
         """What tiles, rings and roles promise about the machine code, whatever is multiplied.
 
         `loads`: in how many places of the code each tile is loaded; the body of a loop is one, so
-        a loop with loads says `unroll=1`. `stores`: the tile of each TMA store, by a name to
-        report. `rank`: dimensions of the tensors in global memory. A kernel adds its products:
+        a loop with loads or products says `unroll=1`. `stores`: the tile of each TMA store, by a
+        name to report. `rank`: dimensions of the tensors in global memory. A kernel adds its
+        products:
 
             def expected(self):
                 common = self.common_expectations({"a": 1, "b": 1}, {"c": self.tiles["c"]})

@@ -39,7 +39,7 @@ from cutlass.pipeline import (
 from cutedsl_fa3.layouts import Tile
 
 from .roles import Role
-from .schedule import ScheduleError
+from .schedule import ScheduleError, is_whole
 
 BARRIER_BYTES = 8
 
@@ -50,6 +50,9 @@ class Ring:
 
     `multicast` names the cluster axis ("m" or "n") along which CTAs share a tile: each copies its
     part of it into all of them, so a slot is empty only when the consumers of all of them say so.
+
+    Raises:
+        ScheduleError: no tile, a tile twice, no stage, or a role that hands tiles to itself.
     """
 
     tiles: tuple[str, ...]
@@ -61,8 +64,32 @@ class Ring:
     pipeline: ClassVar[type[PipelineAsync]] = PipelineTmaAsync
 
     def __post_init__(self) -> None:
-        if self.stages < 1:
-            raise ScheduleError(f"ring {self.tiles}: stages = {self.stages}; 1 or more are needed")
+        tiles, stages = self.tiles, self.stages
+        if not isinstance(tiles, tuple) or not all(isinstance(name, str) for name in tiles):
+            one = f"; use ({tiles!r},)" if isinstance(tiles, str) else ""
+            raise ScheduleError(f"ring tiles = {tiles!r}: a tuple of names is needed{one}")
+        if not tiles:
+            raise ScheduleError("ring tiles = (): one tile or more is needed")
+        if len(set(tiles)) < len(tiles):
+            raise ScheduleError(
+                f"ring tiles = {tiles}: each tile has one place in a slot; name it once"
+            )
+        if not is_whole(stages):
+            raise ScheduleError(
+                f"ring {tiles}: stages = {stages!r}; a whole number (int) is needed"
+            )
+        if stages < 1:
+            raise ScheduleError(f"ring {tiles}: stages = {stages}; 1 or more are needed")
+        if self.producer == self.consumer:
+            raise ScheduleError(
+                f"ring {tiles}: {self.producer!r} is producer and consumer, and would wait for "
+                "itself; two roles are needed"
+            )
+        if not isinstance(self.multicast, Mapping):
+            raise ScheduleError(
+                f"ring {tiles}: multicast = {self.multicast!r}; a mapping from tile to 'm' or 'n' "
+                "is needed"
+            )
 
     def transaction_bytes(self, tiles: Mapping[str, Tile]) -> int:
         """Bytes that fill one slot of one CTA."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .schedule import ScheduleError
+from .schedule import ScheduleError, is_whole
 
 WARP = 32
 WARPS_PER_GROUP = 4
@@ -50,6 +50,10 @@ class Role:
     registers: int | None = None
 
     def __post_init__(self) -> None:
+        for field in ("warps", "registers"):
+            value = getattr(self, field)
+            if not is_whole(value) and (field, value) != ("registers", None):
+                raise ScheduleError(f"role {field} = {value!r}: a whole number (int) is needed")
         if self.warps < 1:
             raise ScheduleError(f"role warps = {self.warps}: 1 or more are needed")
         if self.registers is None:

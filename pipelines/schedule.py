@@ -15,6 +15,11 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule of the hardware or of the kernel; the message names it."""
 
 
+def is_whole(value: object) -> bool:
+    """Whether this is a Python int: 2.0 and True compare equal to ints and yet print otherwise."""
+    return type(value) is int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Tile sizes, ring depth, consumer warpgroups and overlap.
@@ -41,6 +46,8 @@ class Schedule:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
+        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group"):
+            need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
         need(self.overlap in get_args(Overlap), "overlap", f"one of {', '.join(get_args(Overlap))}")
@@ -56,11 +63,12 @@ class Schedule:
             f"a multiple of 64 rows for each of {self.consumers} consumers",
         )
         need(
-            len(self.cluster) == 2
-            and all(c in (1, 2, 4) for c in self.cluster)
+            isinstance(self.cluster, tuple)
+            and len(self.cluster) == 2
+            and all(is_whole(c) and c in (1, 2, 4) for c in self.cluster)
             and self.cluster[0] * self.cluster[1] <= 8,
             "cluster",
-            "two extents of 1, 2 or 4 with a product of at most 8",
+            "two extents of 1, 2 or 4 in a tuple, with a product of at most 8",
         )
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
 

@@ -324,3 +324,27 @@ def test_this_machines_driver_refuses_and_encodes_what_the_rules_and_the_decoder
     assert holds_for_the_driver(tmap) == (raw is not None)
     if raw is not None:
         assert TensorMap.from_bytes(raw, tmap.dtype) == tmap
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"address": None}, "address = None: an int is needed"),
+        ({"address": 4096.0}, "address = 4096.0: an int is needed"),
+        ({"swizzle": None}, "swizzle = None: a Swizzle is needed; NONE is no swizzle"),
+        ({"swizzle": "128B"}, "swizzle = '128B': a Swizzle is needed"),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_type_is_refused_by_name(fields, message):
+    with pytest.raises(LayoutError, match=message):
+        replace(PLAIN, **fields)
+
+
+def test_a_dtype_of_torch_is_refused_printed_and_not_decoded():
+    tmap = replace(PLAIN, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match=r"data type: given torch.bfloat16, .*e.g. BFloat16"):
+        tmap.check()
+    assert str(tmap).startswith("tensor map of torch.bfloat16")
+    with pytest.raises(LayoutError, match=r"dtype = torch.bfloat16: a cutlass type"):
+        TensorMap.from_bytes(bytes(128), torch.bfloat16)

@@ -216,3 +216,12 @@ def test_multicast_partners_each_copy_their_part_of_the_rows(partners):
     tile = Tile(128, 128, cutlass.BFloat16)
     part = Tile(128 // partners, 128, cutlass.BFloat16)
     assert encoded(view, lambda t: tile.load_atom(t, partners)) == stated(part, view)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, float, None], ids=str)
+def test_another_dtype_than_one_of_cutlass_is_refused(dtype):
+    with pytest.raises(LayoutError) as caught:
+        Tile(128, 64, dtype)
+    assert str(caught.value) == (
+        f"tile dtype = {dtype!r}: a cutlass type is needed, e.g. cutlass.BFloat16"
+    )

@@ -53,6 +53,19 @@ def test_a_barrier_for_part_of_a_warp_is_refused(threads):
         Barriers({"x": Barrier(threads)})
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "1"], ids=repr)
+def test_a_barrier_without_a_copy_is_refused(value):
+    with pytest.raises(ScheduleError, match=f"'x' copies = {value!r}: a whole number from 1"):
+        Barriers({"x": Barrier(32, value), "y": Barrier(32)})
+
+
+@pytest.mark.parametrize("copy", [-1, 2])
+def test_a_copy_that_does_not_exist_is_refused(copy):
+    barriers = Barriers({"x": Barrier(32), "turn": Barrier(32, 2), "y": Barrier(32)})
+    with pytest.raises(ScheduleError, match=f"'turn' copy = {copy}: 0 to 1 exist"):
+        barriers["turn", copy]
+
+
 def test_printed_barriers_show_numbers_and_threads():
     barriers = Barriers({"written": Barrier(256), "turn": Barrier(256, 3)})
     assert str(barriers) == "1 written (256 threads), 2-4 turn (256 threads)"

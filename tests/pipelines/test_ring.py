@@ -132,3 +132,23 @@ def test_a_ring_has_a_full_and_an_empty_mbarrier_of_eight_bytes_a_stage(stages):
 def test_a_ring_without_slots_is_refused(stages):
     with pytest.raises(ScheduleError, match=f"stages = {stages}; 1 or more"):
         Ring(("a",), stages)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"tiles": ("x", "x")}, r"ring tiles = \('x', 'x'\): .*name it once"),
+        ({"tiles": ()}, r"ring tiles = \(\): one tile or more"),
+        ({"tiles": "x"}, r"ring tiles = 'x': a tuple of names is needed; use \('x',\)"),
+        ({"tiles": ["x"]}, r"ring tiles = \['x'\]: a tuple of names"),
+        ({"stages": 2.0}, r"stages = 2.0; a whole number"),
+        ({"stages": True}, r"stages = True; a whole number"),
+        ({"stages": "2"}, r"stages = '2'; a whole number"),
+        ({"producer": "consumer"}, r"'consumer' is producer and consumer"),
+        ({"multicast": "m"}, r"multicast = 'm'; a mapping"),
+    ],
+    ids=str,
+)
+def test_a_ring_that_cannot_work_is_refused_by_field_and_value(fields, message):
+    with pytest.raises(ScheduleError, match=message):
+        Ring(**{"tiles": ("x",), "stages": 2, **fields})

@@ -128,3 +128,10 @@ def test_a_budget_that_begins_inside_a_warpgroup_is_refused(before, groups):
 def test_more_threads_than_a_cta_has_are_refused():
     with pytest.raises(ScheduleError, match="1152 threads; a CTA has at most 1024"):
         check_registers({"all": Role(36)})
+
+
+@pytest.mark.parametrize("value", [1.5, 4.0, True, "4", 128.0], ids=repr)
+@pytest.mark.parametrize("field", ["warps", "registers"])
+def test_what_is_no_whole_number_is_refused_by_field_and_value(field, value):
+    with pytest.raises(ScheduleError, match=f"role {field} = {value!r}: a whole number"):
+        Role(**{"warps": 4, field: value})

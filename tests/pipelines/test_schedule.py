@@ -64,3 +64,19 @@ def test_what_the_hardware_allows_is_accepted_and_printed(
         f"tile {made.tile_m} x {made.tile_n}, {stages} stages, {consumers} consumer warpgroups, "
         f"overlap {overlap}, cluster {cluster[0]}x{cluster[1]}"
     )
+
+
+@pytest.mark.parametrize("value", [1.5, 2.0, True, "2", 128.0, None, [2]], ids=repr)
+@pytest.mark.parametrize("field", ["tile_m", "tile_n", "stages", "consumers", "head_group"])
+def test_what_is_no_whole_number_is_refused_by_field_and_value(field, value):
+    with pytest.raises(ScheduleError) as caught:
+        Schedule(**{field: value})
+    assert str(caught.value) == f"{field} = {value!r}: a whole number (int) is needed"
+
+
+@pytest.mark.parametrize("cluster", [[2, 1], 2, (2.0, 1), (True, 1), ("2", 1), None], ids=repr)
+def test_a_cluster_is_a_tuple_of_two_whole_numbers(cluster):
+    with pytest.raises(ScheduleError) as caught:
+        Schedule(cluster=cluster)
+    assert str(caught.value).startswith(f"cluster = {cluster!r}: two extents")
+    assert hash(Schedule(cluster=(2, 1))) == hash(Schedule(cluster=(2, 1)))

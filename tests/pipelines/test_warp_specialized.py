@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutedsl_fa3.layouts import LayoutError, Tile
-from cutedsl_fa3.pipelines import Ring, Role, ScheduleError
+from cutedsl_fa3.pipelines import Barrier, Barriers, Ring, Role, ScheduleError
 
 
 def extent(kernel: Handover, name: str) -> range:
@@ -144,4 +144,18 @@ def test_unknown_aliases_are_refused():
     kernel = Handover()
     kernel.aliases = {"out": "q"}
     with pytest.raises(LayoutError, match="'out' shares the storage of 'q'"):
+        kernel.check()
+
+
+def test_a_tile_in_two_rings_is_refused():
+    kernel = Handover()
+    kernel.rings["again"] = Ring(("b",), 1)
+    with pytest.raises(ScheduleError, match="rings 'ab' and 'again' both carry 'b'"):
+        kernel.check()
+
+
+def test_a_named_barrier_for_more_threads_than_the_cta_has_is_refused():
+    kernel = Handover()
+    kernel.barriers = Barriers({"all": Barrier(kernel.threads), "more": Barrier(1024)})
+    with pytest.raises(ScheduleError, match=f"'more' threads = 1024: the CTA has {kernel.threads}"):
         kernel.check()
