@@ -41,6 +41,7 @@ _HOME = {
     "seqlen_k": "variant",
     "seqlen_q": "variant",
 }
+_NEEDS_COMPILER = ("interface", "pipelines", "plans")
 _MODULES = ("masks", "reference", "scores")
 
 __all__ = [
@@ -67,6 +68,8 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
     if name in _HOME:
+        if _HOME[name] in _NEEDS_COMPILER:  # else the first missing import would say less
+            import_module(".versions", __name__).require_dsl()
         value = getattr(import_module(f".{_HOME[name]}", __name__), name)
         globals()[name] = value
         return value

@@ -65,6 +65,7 @@ def planned(action: Callable[..., None]) -> Callable[..., None]:
     own = list(inspect.signature(action).parameters.values())[1:]
 
     def command(**options: Any) -> None:
+        _need_compiler()
         extra = {parameter.name: options.pop(parameter.name) for parameter in own}
         try:
             plan = chosen_plan(**options)
@@ -77,6 +78,17 @@ def planned(action: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature([*shared, *own])
     command.__annotations__ = {p.name: p.annotation for p in [*shared, *own]}
     return command
+
+
+def _need_compiler() -> None:
+    """Exit with 2 where the DSL is absent or of another version, saying which is accepted."""
+    from .versions import VersionError, require_dsl
+
+    try:
+        require_dsl()
+    except VersionError as error:
+        typer.echo(f"refused: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _compiled(plan: Any) -> tuple[Any, Any]:
@@ -123,6 +135,7 @@ def audit_plan(plan: Any) -> None:
 @app.command("demo")
 def run_demo() -> None:
     """Causal ALiBi from plain Python: compiled and audited, and on a GPU also run and timed."""
+    _need_compiler()
     from . import demo
 
     raise typer.Exit(0 if demo.main() else 1)
@@ -167,11 +180,14 @@ def run_bench(
 
     After every case the record is on disk, marked as partial; a run that ends early leaves it.
     """
-    from . import bench, peers, record, tables
-
     if readme:
+        from . import tables
+
         tables.README.write_text(tables.refreshed(tables.README.read_text()))
         return
+    _need_compiler()
+    from . import bench, peers, record
+
     timing = bench.SUSTAINED if sustained else bench.BURST
     timing = timing if rounds is None else replace(timing, rounds=rounds)
     with _refusals():
@@ -213,6 +229,7 @@ def run_bench_gemm(
     allow_dirty: AllowDirty = False,
 ) -> None:
     """Time the GEMM at every depth and cluster shape beside cuBLAS, and write a record."""
+    _need_compiler()
     from . import bench, bench_gemm, record
 
     timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
@@ -252,6 +269,7 @@ def run_tune(
     allow_dirty: AllowDirty = False,
 ) -> None:
     """Time every schedule that differs in one field from the default, and write a record."""
+    _need_compiler()
     from . import bench, record, tune
 
     timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)

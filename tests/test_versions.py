@@ -46,6 +46,63 @@ def test_first_use_of_another_dsl_names_found_and_accepted_version(tmp_path, stu
     assert len(result.stdout.splitlines()) == 1
 
 
+STUBS = {
+    "older": '__version__ = "4.6.0"',
+    "absent": ABSENT,
+    "hidden": None,
+}
+
+
+def run_without(tmp_path: Path, stub: str | None, code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` where `import cutlass` finds a stub, or nothing at all."""
+    start = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT)]}\n"
+    if stub is None:
+        start += "sys.modules['cutlass'] = None\n"
+    else:
+        (tmp_path / "cutlass.py").write_text(stub + "\n")
+    command = [sys.executable, "-c", start + code]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("stub", STUBS.values(), ids=STUBS)
+def test_every_public_name_that_needs_the_dsl_says_which_is_accepted(tmp_path, stub):
+    code = (
+        "import cutedsl_fa3 as fa3\n"
+        "from cutedsl_fa3.versions import VersionError, require_dsl\n"
+        "def said(use):\n"
+        "    try:\n"
+        "        use()\n"
+        "    except VersionError as error:\n"
+        "        return str(error)\n"
+        "names = ('attention', 'attention_with_lse', 'plan', 'Plan', 'Schedule', 'ScheduleError')\n"
+        "print({name: said(lambda: getattr(fa3, name)) for name in names})\n"
+        "assert {said(lambda: getattr(fa3, name)) for name in names} == {said(require_dsl)}\n"
+        "fa3.Variant(mask=fa3.masks.causal), fa3.reference, fa3.LayoutError, fa3.Problem\n"
+    )
+    result = run_without(tmp_path, stub, code)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert versions.PIP_COMMAND in result.stdout
+
+
+@pytest.mark.parametrize("stub", STUBS.values(), ids=STUBS)
+def test_every_command_that_needs_the_dsl_refuses_with_the_version_error(tmp_path, stub):
+    code = (
+        "from typer.testing import CliRunner\n"
+        "from cutedsl_fa3.cli import app\n"
+        "from cutedsl_fa3.versions import VersionError, require_dsl\n"
+        "try:\n"
+        "    require_dsl()\n"
+        "except VersionError as error:\n"
+        "    refused = f'refused: {error}\\n'\n"
+        "for command in ('plan', 'compile', 'audit', 'demo', 'bench', 'bench-gemm', 'tune'):\n"
+        "    result = CliRunner().invoke(app, [command])\n"
+        "    assert (result.exit_code, result.stderr) == (2, refused), (command, result)\n"
+        "    assert CliRunner().invoke(app, [command, '--help']).exit_code == 0\n"
+    )
+    result = run_without(tmp_path, stub, code)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_installed_dsl_is_accepted_and_described():
     versions.require_dsl()
     tools = versions.toolchain()
