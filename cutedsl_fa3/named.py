@@ -2,12 +2,15 @@
 
     full   causal   alibi   softcap:30   window:1024,0   prefix:256
 
-All but `full` and `prefix` are causal. The same two functions serve every kernel that takes them;
-what a kernel with fixed options needs to know (`causal`, `window`, `softcap`) stands beside them.
+`causal`, `alibi` and `softcap` are causal, `prefix` too but for the first keys, and `window` where
+its second number is 0; -1 leaves a side of a window unbounded. The same two functions serve every
+kernel that takes them; what a kernel with fixed options needs to know (`causal`, `window`,
+`softcap`) stands beside them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,8 +40,8 @@ class Named:
     """One variant, said in the three ways that kernels accept.
 
     `variant` is ours; `score` and `mask` are FlexAttention's functions on raw indices, for these
-    lengths; `causal`, `window` (left, right; inclusive) and `softcap` are the options of kernels
-    without functions. `only_functions` marks what no option expresses.
+    lengths; `causal`, `window` (left, right; inclusive, None is unbounded) and `softcap` are the
+    options of kernels without functions. `only_functions` marks what no option expresses.
     """
 
     name: str
@@ -46,7 +49,7 @@ class Named:
     score: Callable | None = None
     mask: Callable | None = None
     causal: bool = False
-    window: tuple[int, int] | None = None
+    window: tuple[int | None, int | None] | None = None
     softcap: float = 0.0
     only_functions: bool = False
 
@@ -116,6 +119,8 @@ def _alibi(name: str, lengths: Lengths) -> Named:
 
 
 def _softcap(name: str, lengths: Lengths, cap: float) -> Named:
+    if not math.isfinite(cap):
+        raise ValueError(f"variant {name!r}: a cap is a finite number, as in 'softcap:30'")
     score = scores.softcap(cap)
     return Named(
         name,
@@ -128,18 +133,19 @@ def _softcap(name: str, lengths: Lengths, cap: float) -> Named:
 
 
 def _window(name: str, lengths: Lengths, left: int, right: int) -> Named:
-    offset = lengths.offset
+    variant, offset = Variant(mask=masks.window(left, right)), lengths.offset  # refuses sizes < -1
+    if left == right == -1:
+        return Named(name, variant)
 
     def mask(b, h, q, k):
+        if left == -1:
+            return k <= q + (offset + right)
+        if right == -1:
+            return k >= q + (offset - left)
         return (k >= q + (offset - left)) & (k <= q + (offset + right))
 
-    return Named(
-        name,
-        Variant(mask=masks.window(left, right)),
-        mask=mask,
-        causal=right == 0,
-        window=(left, right),
-    )
+    sides = (None if left == -1 else left, None if right == -1 else right)
+    return Named(name, variant, mask=mask, causal=right == 0, window=sides)
 
 
 def _prefix(name: str, lengths: Lengths, length: int) -> Named:

@@ -67,7 +67,29 @@ def test_a_named_variant_and_its_flex_functions_agree(name: str) -> None:
     torch.testing.assert_close(rounded.double(), found, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["nothing", "window:1", "softcap:x", "causal:3"])
+@pytest.mark.parametrize("left", [-1, 0, 7])
+@pytest.mark.parametrize("right", [-1, 0, 3])
+def test_a_named_window_shows_every_kernel_the_same_keys(left: int, right: int) -> None:
+    chosen = named(f"window:{left},{right}", Lengths(heads=1, seqlen_q=20, seqlen_k=30))
+    q, k, v = (torch.ones(1, n, 1, 1) for n in (20, 30, 30))
+    v[0, :, 0, 0] = torch.arange(30)
+    ours = reference.attention(q, k, v, chosen.variant)
+    i, j = torch.arange(20)[:, None], torch.arange(30)[None, :]
+    by_function = torch.ones(20, 30, dtype=torch.bool)
+    if chosen.mask is not None:
+        by_function &= chosen.mask(0, 0, i, j)
+    before, after = chosen.window or (None, None)
+    by_option = torch.ones(20, 30, dtype=torch.bool)
+    if before is not None:
+        by_option &= j >= i + 10 - before
+    if after is not None:
+        by_option &= j <= i + 10 + after
+    assert torch.equal(by_function, by_option)
+    means = (by_function * torch.arange(30.0)).sum(1) / by_function.sum(1)
+    torch.testing.assert_close(ours[0, :, 0, 0].float(), means)
+
+
+@pytest.mark.parametrize("name", ["nothing", "window:1", "softcap:x", "softcap:nan", "causal:3"])
 def test_an_unknown_variant_or_wrong_numbers_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="variant"):
         named(name, Lengths(1, 8, 8))
