@@ -7,7 +7,7 @@ workers ?= 2
 # nvdisasm, where it comes with CUDA instead of pip:
 export PATH := $(PATH):/usr/local/cuda/bin
 
-.PHONY: test demo bench bench-gemm sanitize lint format
+.PHONY: test demo bench bench-gemm tune sanitize lint format
 
 test: lint
 	@python="$(python)" && "$$python" -m pytest -n $(workers) $(pytest_args)
@@ -20,6 +20,9 @@ bench:
 
 bench-gemm:
 	@python="$(python)" && "$$python" -m cutedsl_fa3 bench-gemm $(bench_args)
+
+tune:
+	@python="$(python)" && "$$python" -m cutedsl_fa3 tune $(tune_args)
 
 sanitize:
 	@python="$(python)" && "$$python" tests/kernels/sanitize.py $(sanitize_args)

@@ -24,7 +24,8 @@ def run(*arguments: str):
 def test_the_module_lists_its_commands() -> None:
     command = [sys.executable, "-m", "cutedsl_fa3", "--help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert all(name in result.stdout for name in ("plan", "compile", "audit", "bench-gemm", "demo"))
+    commands = ("plan", "compile", "audit", "bench-gemm", "tune", "demo")
+    assert all(name in result.stdout for name in commands)
 
 
 @pytest.mark.parametrize("variant", ["full", "causal", "alibi", "softcap:20", "window:512,0"])

@@ -27,7 +27,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["test", "demo", "bench", "bench-gemm", "sanitize", "lint", "format"]
+    "target", ["test", "demo", "bench", "bench-gemm", "tune", "sanitize", "lint", "format"]
 )
 def test_make_knows_every_documented_target(target: str) -> None:
     subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
