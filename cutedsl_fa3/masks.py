@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cutedsl_fa3.errors import VariantError
-from cutedsl_fa3.variant import seqlen_k, seqlen_q
+from cutedsl_fa3.variant import Variant, seqlen_k, seqlen_q
 
 Mask = Callable[[Any, Any, Any, Any], Any]
 
@@ -100,8 +100,9 @@ def _check_functions(name: str, masks: tuple[Any, ...]) -> None:
     for i, mask in enumerate(masks):
         if not callable(mask):
             many = isinstance(mask, list | tuple) and name != "not_mask"
+            given = "a Variant" if isinstance(mask, Variant) else repr(mask)
             raise VariantError(
-                f"masks.{name}: argument {i} is {mask!r}; valid are functions mask(b, h, q, k)"
+                f"masks.{name}: argument {i} is {given}; valid are functions mask(b, h, q, k)"
                 + (f", each an argument of its own: {name}(*masks)" if many else "")
             )
 

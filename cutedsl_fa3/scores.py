@@ -5,7 +5,6 @@ A score function takes (s, b, h, q, k) with s = scale * <query, key>, in natural
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,8 @@ from cutedsl_fa3.errors import VariantError
 from cutedsl_fa3.variant import seqlen_k, seqlen_q
 
 Score = Callable[[Any, Any, Any, Any, Any], Any]
+
+_FP32 = torch.finfo(torch.float32)
 
 
 def _check_tensor(function: str, name: str, value: Any, shape: str) -> None:
@@ -61,12 +62,14 @@ def alibi(slopes: torch.Tensor) -> Score:
 def softcap(cap: float) -> Score:
     """Bounds scores smoothly: cap * tanh(s / cap); 0 leaves them as they are.
 
-    Raises: VariantError for a negative cap, one that is not finite, and what is no number.
+    Raises: VariantError for a negative cap, one that is no normal fp32 value, and what is no
+        number.
     """
     number = isinstance(cap, numbers.Real) and not isinstance(cap, bool)
-    if not number or not math.isfinite(cap) or cap < 0:
+    if not number or not (cap == 0 or _FP32.tiny <= cap <= _FP32.max):
         raise VariantError(
-            f"scores.softcap: cap is {cap!r}; valid are positive finite numbers, and 0 for no cap"
+            f"scores.softcap: cap is {cap!r}; valid are positive numbers from {_FP32.tiny:.3g} to "
+            f"{_FP32.max:.3g} (fp32), and 0 for no cap"
         )
     if cap == 0:
         return lambda s, b, h, q, k: s

@@ -126,7 +126,17 @@ def test_softcap_is_cap_times_tanh_and_zero_leaves_scores_alone():
     [
         *(
             (lambda cap=cap: scores.softcap(cap), r"scores\.softcap: cap is .*valid are positive")
-            for cap in (math.nan, math.inf, -math.inf, -1, "30", None, True, torch.tensor(3.0))
+            for cap in (
+                math.nan,
+                math.inf,
+                -math.inf,
+                -1,
+                1e-50,
+                "30",
+                None,
+                True,
+                torch.tensor(3.0),
+            )
         ),
         *(
             (lambda n=n: masks.prefix(n), r"masks\.prefix: length is .*valid are an int")

@@ -222,6 +222,8 @@ class Tracer(torch.fx.Tracer):
 
     def check_storage(self, tensor: torch.Tensor) -> None:
         """Raises: VariantError for a tensor that has no elements to read."""
+        if tensor.is_nested:
+            self.refuse("a captured tensor is nested; valid are dense ones: pad it outside")
         shape = tuple(tensor.shape)
         if tensor.layout != torch.strided:
             layout = str(tensor.layout)[6:]

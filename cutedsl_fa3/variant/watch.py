@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # What a captured tensor may be asked for while tracing: facts that its values cannot change.
 _METADATA = frozenset(
-    "shape ndim dtype device layout is_cuda is_cpu requires_grad size dim numel nelement stride"
-    " is_contiguous is_floating_point element_size __len__ __hash__ storage_offset".split()
+    "shape ndim dtype device layout is_cuda is_cpu is_nested requires_grad size dim numel nelement"
+    " stride is_contiguous is_floating_point element_size __len__ __hash__ storage_offset".split()
 )
 _CONSTANTS = frozenset(("tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "full"))
 _CONVERSIONS = frozenset(("bool", "int", "float", "index", "complex", "len", "iter", "contains"))
