@@ -140,7 +140,11 @@ def audit(kernel: AuditedKernel, compiled: Compiled) -> Report:
         resources=compiled.resources,
         smem=str(kernel.smem),
         census=census,
-        checks=(*promised, *_always(compiled.resources, census, int(kernel.smem.total))),
+        checks=(
+            *promised,
+            *_always(compiled.resources, census, int(kernel.smem.total)),
+            *_register_budget(kernel, compiled.resources.registers),
+        ),
     )
 
 
@@ -172,6 +176,24 @@ def _always(resources: Resources, census: Census, planned_smem: int) -> tuple[Ch
             "the SMEM plan covers what the launch asks for",
         ),
     )
+
+
+def _register_budget(kernel: AuditedKernel, launched: int) -> tuple[Check, ...]:
+    """That the roles ask for no more registers than the launch of this machine code grants."""
+    roles = getattr(kernel, "roles", None)
+    if not roles:
+        return ()
+    from .pipelines.roles import check_registers, threads
+    from .pipelines.schedule import ScheduleError
+
+    try:
+        check_registers(roles, launched=launched)
+        found, ok = "within", True
+    except ScheduleError as error:
+        found, ok = str(error), False
+    wanted = f"at most {launched} x {threads(roles)} = {launched * threads(roles)} in all"
+    why = "setmaxnreg moves only what the launch grants: ptxas' registers x threads"
+    return (Check("role registers", wanted, found, ok, why),)
 
 
 def take_census(cubin: bytes) -> Census:

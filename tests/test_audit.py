@@ -11,6 +11,7 @@ from small_kernel import Scale, Smem, TileGemm
 from cutedsl_fa3 import audit as audit_module
 from cutedsl_fa3.audit import AuditError, Census, audit, census_of, find_nvdisasm, take_census
 from cutedsl_fa3.compile import Compiled, compile_kernel
+from cutedsl_fa3.pipelines import Role
 from cutedsl_fa3.pipelines.expect import Expect
 
 
@@ -136,3 +137,16 @@ def test_an_expectation_never_follows_the_cubin(gemm):
     other = replace(gemm, cubin=compile_kernel(Scale(2.0)).cubin)
     report = audit(TileGemm(), other)
     assert {check.subject for check in report.failures} == {"UTMALDG", "HGMMA.64x64x16"}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("more, ok", [(0, True), (8, False)], ids=["all", "one step more"])
+def test_roles_that_ask_for_more_registers_than_the_launch_grants_fail(gemm, more, ok):
+    kernel, launched = TileGemm(), 128
+    kernel.roles = {"all": Role(4, launched + more)}
+    resources = replace(gemm.resources, registers=launched)
+    report = audit(kernel, replace(gemm, resources=resources))
+    (check,) = (check for check in report.checks if check.subject == "role registers")
+    assert (report.ok, check.ok) == (ok, ok)
+    assert check.wanted == "at most 128 x 128 = 16384 in all"
+    assert ok or "all 128 x 136 = 17408 exceeds" in check.found
