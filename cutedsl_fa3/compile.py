@@ -120,9 +120,13 @@ class Compiled:
 def compile_kernel(kernel: Kernel, *, name: str | None = None) -> Compiled:
     """Compile `kernel` for `kernel.arch`; no GPU is needed or touched.
 
-    Raises: CompileError; VersionError; whatever the DSL raises for an error in the kernel itself.
+    A kernel that has a `check` is checked first: the compiler accepts what cannot be launched.
+
+    Raises: CompileError; VersionError; what `check` raises; whatever the DSL raises for an error in
+        the kernel itself.
     """
     require_dsl()
+    getattr(kernel, "check", lambda: None)()
     if kernel.arch not in _CAPABILITY:
         raise CompileError(f"{kernel.name}: arch {kernel.arch!r}; valid: {', '.join(_CAPABILITY)}")
     if name is None:

@@ -16,11 +16,13 @@ import torch
 
 from . import cache
 from .errors import LayoutError, Unsupported
+from .layouts import Tile
 from .pipelines import MAX_GRID, Schedule
 from .plans import Plan
 from .problem import DTYPES, Problem
 from .schedules import default_schedule
-from .variant import Variant
+from .variant import Ref, Variant
+from .variant.solve import LARGEST
 
 __all__ = ["attention", "attention_with_lse", "default_schedule", "plan"]
 
@@ -34,6 +36,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # Loaded kernels by variant; a variant and the tensors it captures may be freed meanwhile.
 _launchers: weakref.WeakKeyDictionary[Variant, dict] = weakref.WeakKeyDictionary()
+_covered: weakref.WeakKeyDictionary[Variant, tuple] = weakref.WeakKeyDictionary()
 SMALLEST_SCALE = 1e-30  # scale 0 means this: -inf times it stays -inf, where 0 would give NaN
 
 
@@ -52,6 +55,7 @@ def plan(
     """
     variant = PLAIN if variant is None else variant
     _check_tensors(q, k, v, variant)
+    _check_schedule(schedule)
     made = _plan(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     made.check()
     return made
@@ -94,6 +98,7 @@ def attention_with_lse(
     variant = PLAIN if variant is None else variant
     _check_tensors(q, k, v, variant)
     _check_device(q, k, v, variant)
+    _check_schedule(schedule)
     scale = _checked_scale(scale, q.shape[3])
     launch = _launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     operands = [_addressable(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
@@ -197,6 +202,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: V
     for what, (given, needed, source) in expected.items():
         if given != needed:
             raise Unsupported(f"{what} = {given}: {source} is {needed}, they must be equal")
+    _check_captures(variant, {"b": q.shape[0], "h": q.shape[2]})
     if (k.shape[2] and q.shape[2] % k.shape[2]) or (q.shape[2] and not k.shape[2]):
         raise Unsupported(
             f"q has {q.shape[2]} heads, k has {k.shape[2]}: an integer number of query heads must "
@@ -204,8 +210,47 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: V
         )
     Problem(NAMES[q.dtype], q.shape[3], v.shape[3])
     for name, t in (("q", q), ("k", k)):
-        if t.shape[1] >= 2**31:
-            raise Unsupported(f"{name} seqlen = {t.shape[1]}: positions are 32-bit integers")
+        if t.shape[1] > LARGEST:
+            raise Unsupported(
+                f"{name} seqlen = {t.shape[1]}: at most {LARGEST}, so that sums of positions stay "
+                "32-bit"
+            )
+
+
+def _check_schedule(schedule: Schedule | None) -> None:
+    if not isinstance(schedule, Schedule | None):
+        raise Unsupported(
+            f"schedule = {type(schedule).__name__}: a cutedsl_fa3.Schedule is needed, or None for "
+            "the measured one"
+        )
+
+
+def _check_captures(variant: Variant, extents: dict[str, int]) -> None:
+    """Captured tensors that are read by head or batch alone must cover all of them.
+
+    Raises: Unsupported.
+    """
+    for capture, dim, by in _read_by(variant):
+        shape = variant.captures[capture].shape
+        if shape[dim] < extents[by]:
+            raise Unsupported(
+                f"captured tensor t{capture} has shape {tuple(shape)}: its dimension {dim} is read "
+                f"by {by}, of which there are {extents[by]}"
+            )
+
+
+def _read_by(variant: Variant) -> tuple[tuple[int, int, str], ...]:
+    """(captured tensor, dimension, "b" or "h") of each index that is just the batch or head."""
+    if variant not in _covered:
+        found = []
+        for graph in (variant.score, variant.mask):
+            for node in graph.nodes if graph else ():
+                for dim, index in enumerate(node.operands if node.op == "load" else ()):
+                    source = graph.nodes[index.id] if isinstance(index, Ref) else None
+                    if source and source.op == "input" and source.args[0] in ("b", "h"):
+                        found.append((node.args[0], dim, source.args[0]))
+        _covered[variant] = tuple(found)
+    return _covered[variant]
 
 
 def _check_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> None:
@@ -244,27 +289,34 @@ def _addressable(name: str, t: torch.Tensor) -> torch.Tensor:
     """The tensor as TMA can read it, without a copy.
 
     A dimension of size 1 may have any stride; it gets one that TMA accepts.
-    Raises: LayoutError naming the rule, and `.contiguous()` as the way out.
+    Raises: LayoutError naming argument, rule and a way out.
     """
-    size = t.element_size()
-    row = t.shape[3]
-    strides = [row if n == 1 else s for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    row, size = t.shape[3], t.element_size()
     if t.stride(3) != 1:
         raise LayoutError(
             f"{name} has stride {t.stride(3)} along head_dim: 1 is needed; use {name}.contiguous()"
         )
-    for dim, stride in zip(("batch", "seqlen", "heads"), strides, strict=True):
-        if stride * size % 16 or stride < 0 or stride * size >= 2**40:
-            raise LayoutError(
-                f"{name} has a {dim} stride of {stride * size} bytes: TMA needs a multiple of 16 "
-                f"below 2^40; use {name}.contiguous()"
-            )
-    if t.data_ptr() % 16:
-        raise LayoutError(
-            f"{name} starts at an address that is {t.data_ptr() % 16} past a multiple of 16 bytes, "
-            f"which TMA needs; use {name}.clone()"
-        )
+    strides = [row if n == 1 else s for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    if t.data_ptr() % 16 or any(s * size % 16 or s * size >= 2**40 for s in strides):
+        _refuse_address(name, t, [s * size for s in strides])
     return t.as_strided(t.shape, (*strides, 1)) if list(t.stride()[:3]) != strides else t
+
+
+def _refuse_address(name: str, t: torch.Tensor, strides: list[int]) -> None:
+    """Say which rule of a tensor map this tensor breaks; the caller has seen that it breaks one.
+
+    Raises: LayoutError.
+    """
+    batch, seqlen, heads = strides
+    tile = Tile(64, t.shape[3], Problem(NAMES[t.dtype], t.shape[3], t.shape[3]).element)
+    shape = (t.shape[3], t.shape[1], t.shape[2], t.shape[0])
+    try:
+        tile.tensor_map(t.data_ptr(), shape, (seqlen, heads, batch)).check()
+    except LayoutError as error:
+        raise LayoutError(
+            f"{name} {tuple(t.shape)} with strides of {batch}, {seqlen}, {heads} bytes (batch, "
+            f"seqlen, heads): {error}"
+        ) from None
 
 
 def _launchable(t: torch.Tensor) -> torch.Tensor:

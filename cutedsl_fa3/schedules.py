@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .pipelines import Overlap, Schedule
 from .problem import Problem
 from .variant import Variant
-from .variant.describe import shape
+from .variant.describe import most_spans
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def needs(variant: Variant) -> str:
     if any(node.op == "load" for node in each):
         return "elements"
     loads = any(node.op == "load" for node in nodes)
-    several = shape(variant.mask).spans > 1
+    several = most_spans(variant.mask) > 1
     return "uniform" if loads or several or variant.score is not None else "nothing"
 
 

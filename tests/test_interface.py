@@ -65,13 +65,13 @@ def test_a_scale_that_the_softmax_cannot_take_is_refused(scale):
 @pytest.mark.parametrize(
     ("view", "said"),
     [
-        (drawn(2, 128, 4, 72)[..., 1:65], "starts at an address that is 2 past"),
-        (drawn(2, 128, 4, 65)[..., :64], "seqlen stride of 520 bytes"),
-        (drawn(2, 64, 4, 128).transpose(1, 3), "stride 512 along head_dim"),
+        (drawn(2, 128, 4, 72)[..., 1:65], "k .*address alignment: given"),
+        (drawn(2, 128, 4, 65)[..., :64], "k .*stride alignment: given 520 bytes in dimension 1"),
+        (drawn(2, 64, 4, 128).transpose(1, 3), "k has stride 512 along head_dim"),
     ],
 )
 def test_what_tma_cannot_address_is_refused_naming_a_way_out(view, said):
-    with pytest.raises(fa3.LayoutError, match=said + ".*(contiguous|clone)"):
+    with pytest.raises(fa3.LayoutError, match=said + ".*(contiguous|copy|clone)"):
         interface._addressable("k", view)
 
 
@@ -148,3 +148,27 @@ def test_a_ring_too_deep_is_refused_naming_bytes_and_limit():
 def test_a_captured_tensor_without_elements_is_refused():
     with pytest.raises(fa3.Unsupported, match=r"shape \(3, 0\) has no elements"):
         interface._launchable(torch.zeros(3, 0))
+
+
+def test_a_captured_tensor_must_cover_the_heads_and_batches_it_is_read_by():
+    q, slopes, ends = drawn(*Q), torch.rand(2), torch.tensor([3])
+    with pytest.raises(fa3.Unsupported, match=r"t0 has shape \(2,\).*dimension 0 is read by h"):
+        fa3.plan(q, q, q, fa3.Variant(lambda s, b, h, q, k: s + slopes[h]))
+    with pytest.raises(fa3.Unsupported, match=r"t0 has shape \(1,\).*read by b, of which.* 2"):
+        fa3.plan(q, q, q, fa3.Variant(mask=lambda b, h, q, k: k < ends[b]))
+
+
+def test_a_captured_tensor_may_end_before_the_keys_that_the_mask_hides():
+    q, table = drawn(*Q), torch.rand(127)
+    fa3.plan(q, q, q, fa3.Variant(lambda s, b, h, q, k: s + table[k], lambda b, h, q, k: k < 127))
+
+
+def test_positions_beyond_the_arithmetic_of_masks_are_refused():
+    k = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16).expand(1, 2**30, 4, 64)
+    with pytest.raises(fa3.Unsupported, match=r"k seqlen = 1073741824: at most 536870912"):
+        fa3.plan(drawn(1, 128, 4, 64), k, k)
+
+
+def test_a_dictionary_is_no_schedule():
+    with pytest.raises(fa3.Unsupported, match="schedule = dict"):
+        fa3.plan(drawn(*Q), drawn(*Q), drawn(*Q), schedule={"tile_m": 128})

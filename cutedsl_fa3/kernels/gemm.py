@@ -47,7 +47,7 @@ class Gemm(WarpSpecialized):
     @property
     def key_text(self) -> str:
         """Everything that affects the code."""
-        return f"{self.name} {self.dtype.__name__} {self.schedule}"
+        return f"{self.name} {self.dtype.__name__} {self.schedule!r}"
 
     def expected(self) -> tuple[Expect, ...]:
         """What the tables promise about the machine code: the loads are one loop."""

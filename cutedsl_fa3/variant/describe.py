@@ -121,21 +121,15 @@ def describe(mask: Graph | None) -> str:
     return f"{_visited(keys.possible, ints)}; {_unmasked(keys.hidden, ints)}"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What is known of the visits before any length is: `spans` of visible keys that a tile may
-    have, and whether any of its key tiles can be full."""
-
-    spans: int
-    ever_full: bool
+def most_spans(mask: Graph | None) -> int:
+    """How many separate spans of visible keys a tile of queries may have."""
+    seen = key_sets(mask, _TILE, TextIntegers()).possible
+    return len(seen.middles) + (seen.left is not None) + (seen.right is not None)
 
 
-def shape(mask: Graph | None) -> Shape:
-    """How many spans of keys a tile may see, and whether it can do without the element mask."""
-    keys = key_sets(mask, _TILE, TextIntegers())
-    seen = keys.possible
-    spans = len(seen.middles) + (seen.left is not None) + (seen.right is not None)
-    return Shape(spans, keys.hidden.left is not _TILE.seqlen_k)
+def ever_full(mask: Graph | None) -> bool:
+    """Whether any key tile can do without the element mask."""
+    return key_sets(mask, _TILE, TextIntegers()).hidden.left is not _TILE.seqlen_k
 
 
 def _visited(keys: KeySet, ints: TextIntegers) -> str:

@@ -113,3 +113,11 @@ def test_depths_that_do_not_fit_are_refused_with_the_bytes_and_the_limit(head_di
 def test_four_stages_fit_at_64_and_three_at_128():
     assert min(4, deepest(64)) == 4
     assert deepest(128) == 3
+
+
+def test_an_unchecked_kernel_is_refused_before_it_is_compiled():
+    schedule = Schedule(128, 128, stages=4)
+    plan = Plan(Variant(), Problem("bf16", 128, 128), schedule)
+    assert plan.kernel.smem.total > SMEM_CAPACITY
+    with pytest.raises(LayoutError, match=r"295056 bytes"):
+        compile_kernel(plan.kernel)

@@ -215,6 +215,25 @@ def test_tiles_that_the_mask_hides_are_never_read():
     assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
 
 
+def test_an_empty_row_is_zero_even_beside_values_that_are_not_finite():
+    q, k, v = drawn(1, 64, 64, 1, 1, 64)
+    v[:, 40:] = math.inf
+    out, lse = fa3.attention_with_lse(q, k, v, fa3.Variant(mask=lambda b, h, q, k: k <= q - 32))
+    assert (out[0, :32] == 0).all() and (lse[0, 0, :32] == -math.inf).all()
+
+
+def test_a_captured_length_beyond_32_bits_is_without_limit():
+    q, k, v = drawn(1, 64, 200, 1, 1, 64)
+    ends = torch.tensor([2**40], device="cuda")
+    out = fa3.attention(q, k, v, fa3.Variant(mask=lambda b, h, q, k: k < ends[b]))
+    assert torch.equal(out, fa3.attention(q, k, v))
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 1e5])
+def test_softcap_is_as_exact_for_wide_caps_as_for_narrow_ones(cap):
+    check(*drawn(1, 128, 256, 2, 2, 64), fa3.Variant(scores.softcap(cap)))
+
+
 def test_nan_in_a_visible_key_reaches_the_rows_that_see_it():
     q, k, v = drawn(1, 300, 300, 1, 1, 64)
     k[0, 200, 0, 0] = NAN

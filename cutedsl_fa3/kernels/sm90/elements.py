@@ -6,8 +6,6 @@ and sets what the mask excludes to -inf, in the registers of the accumulator.
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -16,16 +14,14 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant
 from cutedsl_fa3.variant.bounds import QueryTile, Runs
-from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, Lowering, select, visits
-
-LOG2_E = math.log2(math.e)
+from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, Lowering, select, visits
 
 
 class Elements:
     """A variant at one (batch, head): its functions with everything uniform already computed.
 
-    `unit` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products are
-    left as they are when there is no score function, so that the scale costs nothing.
+    `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
+    are left as they are when there is no score function, so that the scale costs nothing.
     """
 
     def __init__(
@@ -43,7 +39,7 @@ class Elements:
         self.uniform, self.captures = uniform, captures
         self.score = variant.score and Lowering(variant.score, captures, uniform)
         self.mask = variant.mask and Lowering(variant.mask, captures, uniform)
-        self.unit = Float32(LOG2_E) if variant.score else scale * LOG2_E
+        self.scale_log2 = Float32(LOG2_E) if variant.score else scale * LOG2_E
 
     @staticmethod
     def fake_captures(variant: Variant) -> tuple[cute.Tensor, ...]:

@@ -5,6 +5,17 @@
     consumer    S = Q K^T -> score -> mask -> online softmax -> O += P V       <- q, k, v
                 then O / row_sum -> shared memory -> TMA store
 
+    ring    carries        filled by     emptied by, one arrival a warp
+    q       Q, one slot    TMA bytes     never: a CTA has one tile of queries
+    k       K, stages      TMA bytes     when its S is complete
+    v       V, stages      TMA bytes     when its product with P is complete
+
+    barrier    threads    says
+    strip      128        a warpgroup is done with its rows of Q; then, its rows of O are written
+    turn       256        with pingpong: the warpgroup before has issued, the next may
+
+Shared memory holds q, k and v, and o, which takes the place of q where their sizes are the same.
+
 A CTA serves tile_m queries of one head; each consumer warpgroup has 64 of them. Which key tiles are
 visited, and which of those need no element mask, is found in the mask (variant/bounds.py): every
 role computes the same runs of tiles from the same few integers, so all take the same turns. Tiles
@@ -24,14 +35,14 @@ that carries it, and two lines in the roles.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cutedsl_fa3.layouts import Tile, transposed, wgmma
+from cutedsl_fa3.layouts import Tile, wgmma
 from cutedsl_fa3.pipelines import (
     TMA_BUDGETS,
     Barrier,
@@ -44,29 +55,16 @@ from cutedsl_fa3.pipelines import (
     Turns,
     WarpSpecialized,
 )
+from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant.bounds import Runs
-from cutedsl_fa3.variant.describe import shape
+from cutedsl_fa3.variant.describe import ever_full
 
 from .elements import Elements
+from .operands import Fragments, Io, fake_args, head_of, heads_last
 from .softmax import OnlineSoftmax
 
-
-@dataclass(frozen=True)
-class Io:
-    """What the kernel reads and writes.
-
-    Shape: q, k, v, o as (seqlen, head_dim, heads, batch) with their TMA atoms; lse (seqlen_q,
-    heads, batch) fp32; captures in the variant's order.
-    Units: scale is natural (raw product -> score).
-    """
-
-    q: tuple[cute.CopyAtom, cute.Tensor]
-    k: tuple[cute.CopyAtom, cute.Tensor]
-    v: tuple[cute.CopyAtom, cute.Tensor]
-    o: tuple[cute.CopyAtom, cute.Tensor]
-    lse: cute.Tensor
-    captures: tuple[cute.Tensor, ...]
-    scale: Float32
+if TYPE_CHECKING:
+    from cutedsl_fa3.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,9 @@ class ForwardSm90(WarpSpecialized):
     """Tables and roles of the forward for one plan."""
 
     arch = "sm_90a"
+    name = "forward_sm90"
 
-    def __init__(self, plan) -> None:
+    def __init__(self, plan: Plan) -> None:
         s, problem = plan.schedule, plan.problem
         dtype, d, dv = problem.element, problem.head_dim, problem.head_dim_v
         self.plan, self.schedule, self.dtype, self.head_dim_v = plan, s, dtype, dv
@@ -97,8 +96,8 @@ class ForwardSm90(WarpSpecialized):
             "o": Tile(s.tile_m, dv, dtype),
         }
         self.strip = Tile(wgmma.ROWS, dv, dtype)  # the rows of O that one warpgroup stores
-        if d == dv:
-            self.aliases = {"o": "q"}  # a warpgroup's O rows replace its own Q rows
+        if d == dv:  # otherwise a warpgroup's rows of O would lie on another's rows of Q
+            self.aliases = {"o": "q"}
         self.rings = {
             "q": Ring(("q",), 1),
             "k": Ring(("k",), s.stages),
@@ -114,12 +113,7 @@ class ForwardSm90(WarpSpecialized):
             table["turn"] = Barrier(2 * wgmma.WARPGROUP, copies=s.consumers)
         self.barriers = Barriers(table)
         self.order = TileOrder(s.head_group)
-        self.ever_full = shape(plan.variant.mask).ever_full
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol prefix."""
-        return "forward_sm90"
+        self.ever_full = ever_full(plan.variant.mask)
 
     @property
     def key_text(self) -> str:
@@ -157,7 +151,8 @@ class ForwardSm90(WarpSpecialized):
         pv_name, pv = wgmma.instructions(s.tile_m, dv, s.tile_n, s.consumers)
         products = {qk_name: places * qk}
         products[pv_name] = products.get(pv_name, 0) + places * pv
-        rows, cols = 2, s.tile_n // 4  # of scores that one thread holds
+        rows = wgmma.ROWS_HELD  # that one thread holds, and cols of each
+        cols = wgmma.ROWS * s.tile_n // (wgmma.WARPGROUP * rows)
         return (
             *self.common_expectations({"q": 1, "k": 1, "v": 1}, {"o": self.strip}, rank=4),
             *(
@@ -173,31 +168,13 @@ class ForwardSm90(WarpSpecialized):
         )
 
     def fake_args(self) -> tuple:
-        """(q, k, v, o, lse, captures, scale, stream) of any lengths, heads, batch and strides."""
-        aligned = 16 // (self.dtype.width // 8)
-        batch, heads, kv_heads, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
-
-        def tensor(seqlen: cute.SymInt, heads: cute.SymInt, dim: int) -> cute.Tensor:
-            strides = (*(cute.sym_int64(divisibility=aligned) for _ in range(3)), 1)
-            shape = (batch, seqlen, heads, dim)
-            return make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
-
-        d, dv = self.tiles["q"].cols, self.head_dim_v
-        lse_strides = tuple(cute.sym_int64() for _ in range(3))
-        lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4)
-        return (
-            tensor(seqlen_q, heads, d),
-            tensor(seqlen_k, kv_heads, d),
-            tensor(seqlen_k, kv_heads, dv),
-            tensor(seqlen_q, heads, dv),
-            lse,
-            Elements.fake_captures(self.plan.variant) or None,
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
+        """Stand-ins for the arguments of `host`: any lengths, heads, batch and strides."""
+        captures = Elements.fake_captures(self.plan.variant) or None
+        return fake_args(self.dtype, self.tiles["q"].cols, self.head_dim_v, captures)
 
     @cute.jit
     def host(self, q, k, v, o, lse, captures, scale, stream):
+        """Make the tensor maps and launch a CTA for each tile of queries of each head."""
         q, k, v, o = (heads_last(t) for t in (q, k, v, o))
         io = Io(
             tuple(self.tiles["q"].load_atom(q)),
@@ -230,13 +207,14 @@ class ForwardSm90(WarpSpecialized):
 
     @cute.jit
     def producer(self, io, smem, ports, thread):
+        """Q once, then K and V of the visible tiles; one warp issues all copies."""
         w = self.work(io)
         load_q = self.load("q", head_of(io.q, w.head, w.batch), smem.q, col=0)
         load_k = self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0)
         load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0)
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         total = w.runs.n_total
-        warp = cute.arch.make_warp_uniform(thread // 32)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
         if warp == 0 and total > 0:
             slot_q = ring_q.acquire_and_advance()
             load_q(w.m_block, slot_q)
@@ -253,32 +231,27 @@ class ForwardSm90(WarpSpecialized):
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
+        """Attend to the visible tiles, those that need the element mask first, and store O."""
         s = self.schedule
         w = self.work(io)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-        f = Fragments(self, smem, thread)
-        softmax = OnlineSoftmax(len(f.places.row_offsets), w.elements.unit)
+        f = Fragments(s, self.dtype, self.head_dim_v, smem, thread)
+        softmax = OnlineSoftmax(len(f.places.row_offsets), w.elements.scale_log2)
         turns = Turns(self.barriers, "turn", group) if s.pingpong else None
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         partial, total = w.runs.n_partial, w.runs.n_total
         if total > 0:
             ring_q.wait_and_advance()
+            step, first = (self.overlapped, 1) if s.intra else (self.serial, 0)
             if cutlass.const_expr(s.intra):
                 ring_k = self.first_scores(w, f, softmax, ring_k)
-                for j in cutlass.range(1, partial, unroll=1):
-                    ring_k, ring_v = self.overlapped(w, f, softmax, turns, ring_k, ring_v, j, True)
-                if cutlass.const_expr(self.ever_full):
-                    for j in cutlass.range(cutlass.max(partial, 1), total, unroll=1):
-                        ring_k, ring_v = self.overlapped(
-                            w, f, softmax, turns, ring_k, ring_v, j, False
-                        )
+            for j in cutlass.range(first, partial, unroll=1):
+                ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, j, True)
+            if cutlass.const_expr(self.ever_full):
+                for j in cutlass.range(cutlass.max(partial, first), total, unroll=1):
+                    ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, j, False)
+            if cutlass.const_expr(s.intra):
                 self.last_values(f, ring_v)
-            else:
-                for j in cutlass.range(partial, unroll=1):
-                    ring_k, ring_v = self.serial(w, f, softmax, turns, ring_k, ring_v, j, True)
-                if cutlass.const_expr(self.ever_full):
-                    for j in cutlass.range(partial, total, unroll=1):
-                        ring_k, ring_v = self.serial(w, f, softmax, turns, ring_k, ring_v, j, False)
         self.epilogue(io, smem, w, f, softmax, thread, group)
 
     @cute.jit
@@ -356,11 +329,13 @@ class ForwardSm90(WarpSpecialized):
     def epilogue(self, io, smem, w, f, softmax, thread, group):
         """O / row_sum and LSE to global memory; each warpgroup stores its own 64 rows."""
         lse = softmax.finish(f.output)
+        if cutlass.const_expr("o" in self.aliases):
+            self.barriers["strip", group].arrive_and_wait()
         rows = cute.local_tile(smem.o, (self.strip.rows, self.strip.cols), (group, 0))
         wgmma.to_smem(f.acc_o, rows, f.pv_strip, thread % wgmma.WARPGROUP)
         cute.arch.fence_view_async_shared()
         self.barriers["strip", group].arrive_and_wait()
-        if thread % wgmma.WARPGROUP < 32:
+        if thread % wgmma.WARPGROUP < WARP:
             target = head_of(io.o, w.head, w.batch)
             block = w.m_block * self.schedule.consumers + group
             self.store(self.strip, target, rows, (block, 0))
@@ -370,56 +345,3 @@ class ForwardSm90(WarpSpecialized):
             row = w.m_block * self.schedule.tile_m + offset
             if thread % 4 == 0 and row < io.lse.shape[0]:
                 lse_row[row] = lse[r]
-
-
-class Fragments:
-    """One consumer thread's operands and accumulators, with the two products on them.
-
-    `output` is acc_o as (rows, cols) of this thread; `places` says where its scores lie in the
-    tile. CuTe calls these tSrQ, tSrK, tOrP, tOrV.
-    """
-
-    def __init__(self, kernel: ForwardSm90, smem, thread: Int32) -> None:
-        s, dtype, dv = kernel.schedule, kernel.dtype, kernel.head_dim_v
-        self.qk = wgmma.tiled_mma(dtype, s.tile_n, s.consumers)
-        self.pv = wgmma.tiled_mma(dtype, dv, s.consumers, a_from="registers", b_major="n")
-        self.pv_strip = wgmma.tiled_mma(dtype, dv, 1, a_from="registers", b_major="n")
-        qk, pv = self.qk.get_slice(thread), self.pv.get_slice(thread)
-        self.q = self.qk.make_fragment_A(qk.partition_A(smem.q))
-        self.k = self.qk.make_fragment_B(qk.partition_B(smem.k))
-        self.v = self.pv.make_fragment_B(pv.partition_B(transposed(smem.v)))
-        self.tile_m, self.tile_n = s.tile_m, s.tile_n
-        self.acc_o = wgmma.accumulator(self.pv, s.tile_m, dv)
-        self.acc_o.fill(0.0)
-        self.p = cute.make_rmem_tensor(self.qk.partition_shape_C((s.tile_m, s.tile_n)), dtype)
-        self.output = wgmma.as_rows_cols(self.acc_o)
-        self.places = wgmma.places(self.qk, s.tile_m, s.tile_n, thread)
-
-    def multiply_qk(self, slot) -> cute.Tensor:
-        """Issue S = Q K^T into a fresh acc_s, so that no registers are held for it in between."""
-        warpgroup.fence()
-        q, k = self.q[None, None, None, 0], self.k[None, None, None, slot.index]
-        acc_s = wgmma.accumulator(self.qk, self.tile_m, self.tile_n)
-        wgmma.issue(self.qk, acc_s, q, k, accumulate=False)
-        return acc_s
-
-    def multiply_pv(self, slot) -> None:
-        """Issue O += P V."""
-        warpgroup.fence()
-        p, v = wgmma.as_operand(self.p), self.v[None, None, None, slot.index]
-        wgmma.issue(self.pv, self.acc_o, p, v, accumulate=True)
-
-    def round_p(self, acc_s: cute.Tensor) -> None:
-        """P in the input dtype, as the second product reads it."""
-        self.p.store(acc_s.load().to(self.p.element_type))
-
-
-def heads_last(t: cute.Tensor) -> cute.Tensor:
-    """(batch, seqlen, heads, dim) -> (seqlen, dim, heads, batch): a tile is modes 0 and 1."""
-    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
-
-
-def head_of(source: tuple, head: Int32, batch: Int32) -> tuple:
-    """The (atom, coordinates) of one head."""
-    atom, gmem = source
-    return atom, gmem[None, None, head, batch]

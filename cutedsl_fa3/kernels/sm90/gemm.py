@@ -64,7 +64,7 @@ class GemmSm90(Gemm):
         k_tiles = self.k_tiles(io)
         slot = ring.wait_and_advance()
         self.multiply(mma, acc, a, b, slot, accumulate=False)
-        for _ in cutlass.range(k_tiles - 1):
+        for _ in cutlass.range(k_tiles - 1, unroll=1):
             if cutlass.const_expr(s.stages == 1):  # one slot: read it before it is refilled
                 warpgroup.wait_group(0)
                 done.release()

@@ -2,27 +2,24 @@
 
 Order and units, for a row with maximum m over what has been seen:
 
-    p     = exp2(x * unit - m * unit)      x: what the MMA or the score function left in acc_s
-    alpha = exp2((m_old - m) * unit)       by which acc_o and row_sum shrink
-    lse   = (m * unit + log2(row_sum)) / log2(e)
+    p     = exp2(x * scale_log2 - m * scale_log2)       x: what stands in acc_s
+    alpha = exp2((m_old - m) * scale_log2)              by which acc_o and row_sum shrink
+    lse   = (m * scale_log2 + log2(row_sum)) / log2(e)
 
-`unit` turns x into a base-2 logarithm: scale * log2(e) for raw products, so that the identity score
-costs one FMA, and log2(e) once a score function has scaled them. A row that has seen nothing has
-m = -inf; subtracting 0 instead keeps exp2(-inf) = 0 exact, so its row_sum stays 0. NaN is not
+`scale_log2` turns x into a base-2 logarithm: scale * log2(e) for raw products, so that the identity
+score costs one FMA, and log2(e) once a score function has scaled them. A row that has seen nothing
+has m = -inf; subtracting 0 instead keeps exp2(-inf) = 0 exact, so its row_sum stays 0. NaN is not
 hidden: max skips it, row_sum does not.
 """
 
 from __future__ import annotations
 
-import math
-
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cutedsl_fa3.variant.lower import exp2, log2
+from cutedsl_fa3.layouts.wgmma import ROW_LANES
+from cutedsl_fa3.variant.lower import LN_2, exp2, log2, select
 
-QUAD = (1, 2)  # lanes that hold one row, by butterfly distance (see layouts/wgmma.py)
 CHAINS = 2  # independent maxima and sums per row, for instruction-level parallelism
 
 
@@ -32,9 +29,9 @@ class OnlineSoftmax:
     Units: `row_max` is in units of acc_s; `row_sum` covers this thread's columns until `finish`.
     """
 
-    def __init__(self, rows: int, unit: Float32) -> None:
+    def __init__(self, rows: int, scale_log2: Float32) -> None:
         self.rows = rows
-        self.unit = unit
+        self.scale_log2 = scale_log2
         self.row_max = cute.make_rmem_tensor(rows, Float32)
         self.row_sum = cute.make_rmem_tensor(rows, Float32)
         self.alpha = cute.make_rmem_tensor(rows, Float32)
@@ -55,15 +52,15 @@ class OnlineSoftmax:
             new = chains[0]
             for chain in chains[1:]:
                 new = cute.arch.fmax(new, chain)
-            for lane in QUAD:
+            for lane in ROW_LANES:
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=lane))
             self.row_max[r] = new
-            origin = Float32(cutlass.select_(new == -Float32.inf, Float32(0.0), new))
-            shift = origin * self.unit
-            alpha = exp2((old - origin) * self.unit)
+            origin = select(new == -Float32.inf, Float32(0.0), new)
+            shift = origin * self.scale_log2
+            alpha = exp2((old - origin) * self.scale_log2)
             sums = [self.row_sum[r] * alpha] + [Float32(0.0)] * (CHAINS - 1)
             for c in range(cols):
-                p = exp2(cute.math.fma(acc_s[r, c], self.unit, -shift))
+                p = exp2(cute.math.fma(acc_s[r, c], self.scale_log2, -shift))
                 acc_s[r, c] = p
                 sums[c % CHAINS] = sums[c % CHAINS] + p
             total = sums[0]
@@ -86,13 +83,13 @@ class OnlineSoftmax:
         lse = []
         for r in range(self.rows):
             total = self.row_sum[r]
-            for lane in QUAD:
+            for lane in ROW_LANES:
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=lane)
             empty = total == 0.0
-            inverse = Float32(cutlass.select_(empty, Float32(0.0), 1.0 / total))
-            for c in range(cute.size(acc_o, mode=[1])):
-                acc_o[r, c] = acc_o[r, c] * inverse
+            inverse = 1.0 / total
+            for c in range(cute.size(acc_o, mode=[1])):  # 0 even where a hidden value is not finite
+                acc_o[r, c] = select(empty, Float32(0.0), acc_o[r, c] * inverse)
             log2_sum = log2(total)
-            value = (self.row_max[r] * self.unit + log2_sum) * math.log(2.0)
-            lse.append(Float32(cutlass.select_(empty, -Float32.inf, value)))
+            value = (self.row_max[r] * self.scale_log2 + log2_sum) * LN_2
+            lse.append(select(empty, -Float32.inf, value))
         return lse
