@@ -183,12 +183,12 @@ def _register_budget(kernel: AuditedKernel, launched: int) -> tuple[Check, ...]:
     roles = getattr(kernel, "roles", None)
     if not roles:
         return ()
-    from .pipelines.roles import check_registers, threads
+    from .pipelines.roles import check_registers, registers_asked, threads
     from .pipelines.schedule import ScheduleError
 
     try:
         check_registers(roles, launched=launched)
-        found, ok = "within", True
+        found, ok = str(registers_asked(roles, launched)), True
     except ScheduleError as error:
         found, ok = str(error), False
     wanted = f"at most {launched} x {threads(roles)} = {launched * threads(roles)} in all"

@@ -99,6 +99,11 @@ def first_warps(roles: Mapping[str, Role]) -> dict[str, int]:
     return starts
 
 
+def registers_asked(roles: Mapping[str, Role], granted: int) -> int:
+    """Registers of all threads, `granted` for each of a role without a number."""
+    return sum(role.threads * (role.registers or granted) for role in roles.values())
+
+
 def check_registers(roles: Mapping[str, Role], launched: int | None = None) -> None:
     """Refuse budgets whose sum exceeds what the launch grants.
 
@@ -118,7 +123,7 @@ def check_registers(roles: Mapping[str, Role], launched: int | None = None) -> N
                 "the roles that have registers first"
             )
     budgets = {name: role.registers or granted for name, role in roles.items()}
-    asked = sum(role.threads * budgets[name] for name, role in roles.items())
+    asked = registers_asked(roles, granted)
     if asked > granted * count:
         parts = " + ".join(f"{n} {r.threads} x {budgets[n]}" for n, r in roles.items())
         raise ScheduleError(
