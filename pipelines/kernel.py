@@ -188,6 +188,7 @@ class WarpSpecialized:
             exactly("UTMALDG", copies, "TMA boxes of"),
             exactly(f"UTMALDG.{rank}D.MULTICAST", shared, "boxes shared in the cluster, of"),
             exactly("UTMASTG", written, "TMA boxes of"),
+            exactly("UTMACCTL.PF", dict.fromkeys(loads, 1), "descriptors prefetched, of"),
             Expect("ELECT", "at least", 1, "one thread issues a TMA copy"),
             exactly("SYNCS.EXCH.64", inits, "full and empty mbarriers of ring"),
             exactly("USETMAXREG.DEALLOC", fewer, f"fewer than the launch's {granted}:"),
@@ -298,6 +299,7 @@ class WarpSpecialized:
         ring multicasts the tile, each CTA of the cluster copies its part into all of them.
         """
         atom, gmem = source
+        cpasync.prefetch_descriptor(atom)
         axis = next(r.multicast.get(name) for r in self.rings.values() if name in r.tiles)
         parts, part, mask = self.parts(name), 0, None
         if parts > 1:

@@ -19,10 +19,9 @@ import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int16, Int32, Int64, Uint8
 
 from .bounds import QueryTile, Runs, key_sets, visit_runs
-from .graph import Graph, Node, Ref
+from .graph import LARGEST, Graph, Node, Ref
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
-INT32_MAX = 2**31 - 1
 
 KINDS = {"bool": Boolean, "int": Int32, "float": Float32}
 
@@ -260,8 +259,8 @@ def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
     if dtype == "bool":
         return element != 0
     if isinstance(element, Int64):  # integers are 32-bit: what is beyond them stays beyond
-        element = select(element < -INT32_MAX, -INT32_MAX, element)
-        element = select(element > INT32_MAX, INT32_MAX, element)
+        element = select(element < -LARGEST, -LARGEST, element)
+        element = select(element > LARGEST, LARGEST, element)
     return KINDS[dtype](element)
 
 
