@@ -58,6 +58,7 @@ _WITHOUT_CODE = frozenset(
         "peers.py",
         "record.py",
         "reference.py",
+        "schedules.py",
         "tables.py",
         "tune.py",
     }
