@@ -189,14 +189,14 @@ def collect(commit: str | None = None, allow_dirty: bool = False) -> dict[str, A
     from .versions import toolchain
 
     dirty = False
-    if (ROOT / ".git").exists():
-        head = _run("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    head = _head()
+    if head:
         if commit and not head.startswith(commit):
             raise RecordError(f"--commit {commit}: this tree is at {head}")
         commit = head
         dirty = bool(_run("git", "-C", str(ROOT), "status", "--porcelain"))
     if not commit:
-        raise RecordError("no .git here: name the commit of these sources with --commit")
+        raise RecordError("no history here: name the commit of these sources with --commit")
     if dirty and not allow_dirty:
         raise RecordError(
             "uncommitted changes: commit them, or pass --allow-dirty for a record that says so"
@@ -213,6 +213,16 @@ def collect(commit: str | None = None, allow_dirty: bool = False) -> dict[str, A
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return meta | ({"dirty": True} if dirty else {})
+
+
+def _head() -> str:
+    """The commit checked out here; empty where the tree came without its history."""
+    if not (ROOT / ".git").exists():
+        return ""
+    try:
+        return _run("git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD")
+    except subprocess.CalledProcessError:  # a repository without a commit
+        return ""
 
 
 def driver_version() -> str:

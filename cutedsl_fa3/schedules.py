@@ -2,8 +2,8 @@
 
 Rows are tried from the top; the first whose head sizes and needs match is taken. What a variant
 needs of registers decides: scores and element loads live beside the accumulators, and three
-warpgroups leave 160 registers each where two leave 240. Speeds are TFLOP/s on an H200, bf16,
-S = 8192 (records in notebooks/data); "spills" is what the compiler reports for shipped variants.
+warpgroups leave 160 registers each where two leave 240. Speeds are TFLOP/s of full attention, S =
+8192, bf16, from notebooks/data/tune-h200-20261129-195356.json; "spills" is what the compiler says.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ NEEDS = ("nothing", "uniform", "elements", "much")
 MUCH = 8  # operations on floats, beyond which a score counts as "much"
 
 TABLE = (
-    Row(64, "nothing", 192, 128, 3, "both", "557; 128 x 128 by two warpgroups: 460"),
-    Row(64, "elements", 128, 128, 2, "intra", "192 x 128 spills; ALiBi 382, 192 x 96: 362"),
+    Row(64, "nothing", 192, 128, 3, "both", "549; 128 x 128 by two warpgroups: 445"),
+    Row(64, "elements", 128, 128, 2, "intra", "192 x 128 spills with captured tensors or an `or`"),
     Row(64, "much", 128, 96, 2, "intra", "128 x 128 spills with 20 operations a score"),
-    Row(128, "uniform", 128, 128, 2, "intra", "686; with turns: 680; tile_n 160: 624, 176: 243"),
-    Row(128, "elements", 128, 112, 2, "intra", "tile_n 128 spills; documents 324, 96: 320"),
+    Row(128, "uniform", 128, 128, 2, "intra", "661; tile_n 112: 605, 160: 603, 176: 232"),
+    Row(128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if the mask loads each element"),
     Row(128, "much", 128, 96, 2, "intra", "tile_n 112 spills with 20 operations a score"),
 )
 
-# Heads side by side where the mask skips tiles, so that their K and V stay in L2 together.
-HEAD_GROUP = 8  # causal at d128: 662; alone (1) 619, all (32) 615
+# Heads side by side where the mask skips tiles, so that their K and V stay in L2 together: causal
+# at d64 509 (one head after the other: 487), at d128 646 (629), in the same record.
+HEAD_GROUP = 8
 
 
 def needs(variant: Variant) -> str:
     """What a variant's functions hold in registers besides the accumulators.
 
-    "nothing": a mask of positions with one span of visible keys. "uniform": a score, several spans,
-    or captured tensors read once a tile. "elements": captured tensors read by query or key. "much":
-    more than a few operations on floats for each score.
+    "nothing": a mask of positions without `or`, with one span of visible keys. "uniform": a score,
+    any other mask of positions, or captured tensors read once a tile. "elements": captured tensors
+    read by query or key. "much": more than a few operations on floats for each score.
     """
     graphs = [graph for graph in (variant.score, variant.mask) if graph is not None]
     nodes = [node for graph in graphs for node in graph.nodes]
@@ -62,9 +63,8 @@ def needs(variant: Variant) -> str:
         return "much"
     if any(node.op == "load" for node in each):
         return "elements"
-    loads = any(node.op == "load" for node in nodes)
-    several = most_spans(variant.mask) > 1
-    return "uniform" if loads or several or variant.score is not None else "nothing"
+    more = any(node.op in ("load", "or") for node in nodes) or most_spans(variant.mask) > 1
+    return "uniform" if more or variant.score is not None else "nothing"
 
 
 def default_schedule(variant: Variant, problem: Problem) -> Schedule:

@@ -76,12 +76,13 @@ def _table(record: Record, note: str, head: list[str], body: Iterable[list[str]]
 
 
 def _origin(meta: dict[str, Any]) -> str:
-    peers = ", ".join(f"{name} {version}" for name, version in meta.get("peers", {}).items())
+    wheels = {PROVIDERS[n].distribution: version for n, version in meta.get("peers", {}).items()}
+    peers = ", ".join(f"{name} {version}" for name, version in wheels.items() if name != "torch")
     return (
         f"{meta['device']}, driver {meta['driver']}, torch {meta['torch']}, "
         f"nvidia-cutlass-dsl {meta['cutlass']} ({meta['toolchain']}), {meta['date'][:10]}, commit "
         f"{meta['commit'][:10]}{' with uncommitted changes' if meta.get('dirty') else ''}."
-        f"{f' Peers: {peers}.' if peers else ''}"
+        f"{f' Peers: {peers}; the others are torch.' if peers else ''}"
     )
 
 

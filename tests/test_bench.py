@@ -347,6 +347,8 @@ def test_a_tree_without_git_needs_its_commit_named(tmp_path: Path, checkout: Pat
     with pytest.raises(RecordError, match="--commit"):
         collect()
     assert collect(commit="abc")["commit"] == "abc"
+    subprocess.run(["git", "init", "-q", str(checkout)], check=True)  # a repository, no history
+    assert collect(commit="abc")["commit"] == "abc"
 
 
 def test_committed_records_say_everything_the_format_asks() -> None:
