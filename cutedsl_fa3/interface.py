@@ -20,11 +20,10 @@ from .layouts import Tile
 from .pipelines import MAX_GRID, Schedule
 from .plans import Plan
 from .problem import DTYPES, Problem
-from .schedules import default_schedule
 from .variant import Ref, Variant
 from .variant.solve import LARGEST
 
-__all__ = ["attention", "attention_with_lse", "default_schedule", "plan"]
+__all__ = ["SlowKernel", "attention", "attention_with_lse", "plan"]
 
 
 class SlowKernel(UserWarning):
@@ -150,7 +149,7 @@ def _plan(
     schedule: Schedule | None,
 ) -> Plan:
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
-    return Plan(variant, problem, schedule or default_schedule(variant, problem))
+    return Plan(variant, problem, schedule) if schedule else Plan.default(variant, problem)
 
 
 def _launcher(variant: Variant, *rest: object) -> Callable:
