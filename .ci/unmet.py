@@ -1,4 +1,7 @@
-"""Print each requirement of pyproject.toml that this interpreter lacks, and exit 1 if any."""
+"""Print each requirement of pyproject.toml that this interpreter lacks, and exit 1 if any.
+
+Arguments are extras that are needed too, besides `test`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def main() -> int:
 
     pyproject = Path(__file__).resolve().parent.parent / "pyproject.toml"
     project = tomllib.loads(pyproject.read_text())["project"]
-    requirements = project["dependencies"] + project["optional-dependencies"]["test"]
+    requirements = list(project["dependencies"])
+    for extra in ("test", *sys.argv[1:]):
+        requirements += project["optional-dependencies"][extra]
     problems = [problem for problem in map(unmet, requirements) if problem]
     # CUDA's own disassembler serves as well as the packaged one.
     cuda = "/usr/local/cuda/bin"
