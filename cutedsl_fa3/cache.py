@@ -51,6 +51,7 @@ _WITHOUT_CODE = frozenset(
         "bench_gemm.py",
         "cache.py",
         "cli.py",
+        "configs.py",
         "demo.py",
         "gemm.py",
         "interface.py",

@@ -20,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+WIDE = 200  # columns of a table that goes into a file or a pipe
 
 
 def chosen_plan(
@@ -130,6 +131,21 @@ def audit_plan(plan: Any) -> None:
     print(report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command("configs")
+def show_configs() -> None:
+    """Print every supported configuration: head sizes, variants, schedules, SMEM, registers."""
+    _need_compiler()
+    from rich.console import Console
+
+    from . import configs
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    console.print(configs.table())
+    print(f"\n{configs.NOTE}")
 
 
 @app.command("demo")

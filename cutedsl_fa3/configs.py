@@ -1,0 +1,149 @@
+"""Every configuration that is supported, each as a plan: what `configs` prints and CI compiles.
+
+Head sizes come from `problem.NATIVE`, schedules from `schedules.TABLE`; a variant of each kind
+stands for all of its kind, because what a kernel holds in registers depends on the kind alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from . import masks, scores
+from .plans import Plan
+from .problem import DTYPES, LARGEST, NATIVE, STEP, Problem
+from .schedules import needs
+from .variant import Variant
+
+HEADS = 8  # of the captured tensors here; a plan is for any number
+
+
+def laborious(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Twenty operations on floats for each score."""
+    distance = (q - k).float()
+    for rate in (0.5, 0.25, 0.125, 0.0625, 0.03125):
+        s = torch.tanh(s * rate) + distance * rate
+    return s
+
+
+@functools.cache
+def kinds() -> dict[str, Variant]:
+    """A variant of each kind, by name; the first ones are those of `schedules.NEEDS`."""
+    slopes = torch.linspace(0.5, 0.1, HEADS)
+    table = torch.zeros(HEADS, 2 * 64 + 1)
+    documents = torch.arange(64) // 8
+    return {
+        "nothing": Variant(mask=masks.causal),
+        "uniform": Variant(scores.alibi(slopes), masks.causal),
+        "elements": Variant(scores.relative_bias(table), masks.causal),
+        "much": Variant(laborious, masks.causal),
+        "documents": Variant(mask=lambda b, h, q, k: (documents[q] == documents[k]) & (k <= q)),
+    }
+
+
+@functools.cache
+def configs() -> list[Plan]:
+    """A plan for each native pair of head sizes, dtype and kind of variant."""
+    return [
+        Plan.default(variant, Problem(dtype, *native))
+        for native in NATIVE
+        for dtype in DTYPES
+        for variant in kinds().values()
+    ]
+
+
+def kind(plan: Plan) -> str:
+    """The kind of variant that a plan of `configs` is for."""
+    return next(name for name, variant in kinds().items() if variant is plan.variant)
+
+
+def label(plan: Plan) -> str:
+    """A short name for a plan of `configs`, as in d192x128-bf16-uniform."""
+    d, dv = plan.problem.head_dim, plan.problem.head_dim_v
+    return f"d{d if d == dv else f'{d}x{dv}'}-{plan.problem.dtype}-{kind(plan)}"
+
+
+@functools.cache
+def served(native: tuple[int, int]) -> str:
+    """The head sizes, of q and k and of v, whose tiles have this native size."""
+    sizes = range(STEP, LARGEST + 1, STEP)
+    found = [(d, dv) for d in sizes for dv in sizes if Problem("bf16", d, dv).tile_dims == native]
+    if native[0] == native[1]:
+        return _range([d for d, dv in found if d == dv])
+    return f"{_range([d for d, _ in found])}, v {_range([dv for _, dv in found])}"
+
+
+def _range(sizes: list[int]) -> str:
+    low, high = min(sizes), max(sizes)
+    return f"{low}-{high}" if low < high else f"{low}"
+
+
+COLUMNS = (
+    "head_dim",
+    "serves",
+    "dtype",
+    "variant",
+    "needs",
+    "tiles",
+    "softmax",
+    "tile",
+    "stages",
+    "consumers",
+    "overlap",
+    "SMEM B",
+    "registers a thread",
+)
+
+
+def cells(plan: Plan) -> tuple[str, ...]:
+    """One row of the table, in the order of `COLUMNS`."""
+    p, s, kernel = plan.problem, plan.schedule, plan.kernel
+    native = (p.head_dim, p.head_dim_v)
+    registers = ", ".join(f"{name} {role.registers}" for name, role in kernel.roles.items())
+    return (
+        f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim}, v {p.head_dim_v}",
+        served(native),
+        p.dtype,
+        kind(plan),
+        needs(plan.variant),
+        "one by one" if getattr(plan, "by_tile", False) else "by runs",
+        _softmax(plan.variant),
+        f"{s.tile_m} x {s.tile_n}",
+        f"{s.stages}",
+        f"{s.consumers}",
+        s.overlap,
+        f"{kernel.smem.total}",
+        registers,
+    )
+
+
+def _softmax(variant: Variant) -> str:
+    """How a variant turns scores into weights, in a word."""
+    parts = ["online" if getattr(variant, "weight", None) is None else "elementwise"]
+    parts += ["sink"] if getattr(variant, "sink", None) is not None else []
+    parts += ["epilogue"] if getattr(variant, "epilogue", None) is not None else []
+    return ", ".join(parts)
+
+
+def table() -> Table:
+    """All configurations as a table, each row checked by the rules of its plan."""
+    made = Table(*COLUMNS, box=None, header_style="bold", pad_edge=False)
+    for row in _rows():
+        made.add_row(*row)
+    return made
+
+
+def _rows() -> Iterator[tuple[str, ...]]:
+    for plan in configs():
+        plan.check()
+        yield cells(plan)
+
+
+NOTE = (
+    f"Any other pair of multiples of {STEP} takes the smallest of these tiles that holds both. "
+    "Lengths, batch, strides, heads and any integer number of query heads per key head are free."
+)

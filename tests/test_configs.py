@@ -1,0 +1,55 @@
+"""The list of supported configurations is complete, and each of them passes the rules of a plan."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from typer.testing import CliRunner
+
+from cutedsl_fa3 import configs
+from cutedsl_fa3.cli import app
+from cutedsl_fa3.problem import DTYPES, NATIVE, Problem
+from cutedsl_fa3.schedules import NEEDS, needs
+
+
+def test_there_is_a_plan_for_every_native_size_dtype_and_need():
+    found = {
+        (p.problem.head_dim, p.problem.head_dim_v, p.problem.dtype, needs(p.variant))
+        for p in configs.configs()
+    }
+    assert found == {(*native, *rest) for native, *rest in product(NATIVE, DTYPES, NEEDS)}
+
+
+def test_the_kinds_named_after_a_need_have_that_need():
+    assert {name: needs(configs.kinds()[name]) for name in NEEDS} == {name: name for name in NEEDS}
+
+
+@pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
+def test_every_configuration_is_one_that_its_plan_accepts(plan):
+    plan.check()
+
+
+def test_labels_tell_configurations_apart():
+    labels = [configs.label(plan) for plan in configs.configs()]
+    assert len(set(labels)) == len(labels)
+
+
+def test_every_head_size_that_is_served_stands_in_exactly_one_row():
+    sizes = []
+    for d, dv in NATIVE:
+        if d == dv:
+            low, _, high = configs.served((d, dv)).partition("-")
+            sizes += range(int(low), int(high or low) + 1, 8)
+    assert sorted(sizes) == list(range(8, 257, 8))
+    assert configs.served((192, 128)) == "136-192, v 8-128"
+    assert Problem("bf16", 136, 8).tile_dims == (192, 128)
+
+
+def test_the_command_prints_a_row_for_each_configuration():
+    result = CliRunner().invoke(app, ["configs"])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert sum(dtype in row for row in rows for dtype in DTYPES) == len(configs.configs())
+    for part in ("head_dim", "registers a thread", "136-192, v 8-128", "one by one", "elementwise"):
+        assert part in result.output
