@@ -88,6 +88,14 @@ class Tile:
         cols, rows = self.box
         return (self.cols // cols) * (self.rows // rows)
 
+    def holds_rows_of(self, other: Tile) -> bool:
+        """Whether each row of `other` at the same address lies within this tile's same row.
+
+        Boxes are as wide as the swizzle, so equal swizzles and heights put equal rows together.
+        """
+        same = (self.rows, self.swizzle) == (other.rows, other.swizzle)
+        return same and self.row_bytes >= other.row_bytes
+
     def tensor_map(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], **fields: object
     ) -> TensorMap:

@@ -183,7 +183,7 @@ CAPTURE_ELEMENTS = {
     torch.bool: Uint8,
 }
 
-ROW, COLUMN = frozenset({"q"}), frozenset({"k"})
+ROW, COLUMN, ELEMENT = frozenset({"q", "lse"}), frozenset({"k"}), frozenset({"score", "o"})
 
 
 class Lowering:
@@ -205,7 +205,7 @@ class Lowering:
                 self._uniform[number] = self._compute(node, self._uniform.__getitem__, uniform)
 
     def at(self, positions: Mapping[str, Any], row: int, column: int, memo: dict) -> Any:
-        """The result at one element, whose `positions` give score, q and k.
+        """The result at one element, whose `positions` give score, q and k, or o, lse and q.
 
         `row` and `column` name the element among those sharing `memo`: values that depend on one of
         q and k only are found there.
@@ -217,8 +217,8 @@ class Lowering:
             node = self.graph.nodes[number]
             key = (
                 number,
-                None if node.depends.isdisjoint(ROW | {"score"}) else row,
-                None if node.depends.isdisjoint(COLUMN | {"score"}) else column,
+                None if node.depends.isdisjoint(ROW | ELEMENT) else row,
+                None if node.depends.isdisjoint(COLUMN | ELEMENT) else column,
             )
             if key not in memo:
                 memo[key] = self._compute(node, value, positions)
