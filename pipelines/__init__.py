@@ -3,7 +3,7 @@
 from .barriers import Barrier, Barriers, Turns
 from .expect import Expect, exactly
 from .kernel import WarpSpecialized
-from .ring import AccumulatorRing, Ring, UmmaRing
+from .ring import AccumulatorRing, Ring, UmmaRing, WordRing, put, take
 from .roles import CP_ASYNC_BUDGETS, TMA_BUDGETS, Role, check_registers, launch_registers
 from .schedule import Overlap, Schedule, ScheduleError
 from .tile_order import MAX_GRID, TileOrder
@@ -25,7 +25,10 @@ __all__ = [
     "Turns",
     "UmmaRing",
     "WarpSpecialized",
+    "WordRing",
     "check_registers",
     "exactly",
     "launch_registers",
+    "put",
+    "take",
 ]

@@ -12,8 +12,8 @@ which warps run what. A role's name is the name of its method,
     def consumer(self, io, smem, ports, thread): ...
 
 where `io` is the kernel's one argument (a frozen dataclass of TMA atoms, tensors and numbers),
-`smem` has a tensor per tile, `ports` has this role's end of each of its rings, and `thread` counts
-from 0 within the role.
+`smem` has a tensor per tile and the words of each `WordRing`, `ports` has this role's end of each
+of its rings, and `thread` counts from 0 within the role.
 
 On SM100 a fourth table, `accumulators`, says what lies in tensor memory; the columns are allocated
 before the roles begin, and the role that reads them frees them (`free_tmem`).
@@ -36,7 +36,7 @@ from cutedsl_fa3.layouts import Accumulator, Buffer, Columns, SmemPlan, Tile, Tm
 
 from .barriers import Barriers
 from .expect import Expect, exactly
-from .ring import BARRIER_BYTES, AccumulatorRing, Ring
+from .ring import BARRIER_BYTES, AccumulatorRing, Ring, WordRing
 from .roles import (
     WARPS_PER_GROUP,
     Role,
@@ -76,7 +76,7 @@ class WarpSpecialized:
             Buffer(name, tile.bytes, stages=self.stages(name), alias=self.aliases.get(name))
             for name, tile in self.tiles.items()
         ]
-        mbarriers = sum(ring.barrier_bytes for ring in self.rings.values())
+        mbarriers = sum(ring.bytes for ring in self.rings.values())
         buffers.append(Buffer("mbarriers", mbarriers, align=BARRIER_BYTES))
         if self.accumulators:
             buffers.append(Buffer("tmem address", TMEM_ADDRESS_BYTES, align=TMEM_ADDRESS_BYTES))
@@ -236,7 +236,12 @@ class WarpSpecialized:
         if self.accumulators:
             address = base + plan.offset("tmem address")
             tensors["tmem_address"] = cute.recast_ptr(address, dtype=cutlass.Int32)
-        return SimpleNamespace(**tensors), base + plan.offset("mbarriers")
+        mbarriers = offset = base + plan.offset("mbarriers")
+        for name, ring in self.rings.items():
+            if isinstance(ring, WordRing):
+                tensors[name] = ring.words(offset)
+            offset = offset + ring.bytes
+        return SimpleNamespace(**tensors), mbarriers
 
     @cute.jit
     def allocate_tmem(self, smem):
@@ -268,7 +273,7 @@ class WarpSpecialized:
             address = cute.recast_ptr(mbarriers + offset, dtype=cutlass.Int64)
             pipeline = ring.open(address, self.tiles, self.roles, self.cluster)
             ends[name] = pipeline.make_participants()
-            offset += ring.barrier_bytes
+            offset += ring.bytes
         layout = cute.make_layout(self.cluster)
         pipeline_init_arrive(cluster_shape_mn=layout, is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=layout)

@@ -11,6 +11,9 @@ one per consumer warp that has read the slot.
 
 Both counts follow from the tables, so no number here can disagree with a copy or a role.
 
+A `WordRing` hands over single 32-bit words instead of tiles: what one warp has decided, such as the
+next tile to visit, told to all warps of another role.
+
 On SM100 the tensor cores themselves take part: their commit empties a slot that they have read
 (`UmmaRing`) and fills a slot of tensor memory that they have written (`AccumulatorRing`).
 
@@ -26,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import cutlass
 import cutlass.cute as cute
 from cutlass.pipeline import (
     Agent,
@@ -38,10 +42,11 @@ from cutlass.pipeline import (
 
 from cutedsl_fa3.layouts import Tile
 
-from .roles import Role
+from .roles import WARP, Role
 from .schedule import ScheduleError, is_whole
 
 BARRIER_BYTES = 8
+WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -65,15 +70,7 @@ class Ring:
 
     def __post_init__(self) -> None:
         tiles, stages = self.tiles, self.stages
-        if not isinstance(tiles, tuple) or not all(isinstance(name, str) for name in tiles):
-            one = f"; use ({tiles!r},)" if isinstance(tiles, str) else ""
-            raise ScheduleError(f"ring tiles = {tiles!r}: a tuple of names is needed{one}")
-        if not tiles:
-            raise ScheduleError("ring tiles = (): one tile or more is needed")
-        if len(set(tiles)) < len(tiles):
-            raise ScheduleError(
-                f"ring tiles = {tiles}: each tile has one place in a slot; name it once"
-            )
+        self._check_tiles()
         if not is_whole(stages):
             raise ScheduleError(
                 f"ring {tiles}: stages = {stages!r}; a whole number (int) is needed"
@@ -89,6 +86,18 @@ class Ring:
             raise ScheduleError(
                 f"ring {tiles}: multicast = {self.multicast!r}; a mapping from tile to 'm' or 'n' "
                 "is needed"
+            )
+
+    def _check_tiles(self) -> None:
+        tiles = self.tiles
+        if not isinstance(tiles, tuple) or not all(isinstance(name, str) for name in tiles):
+            one = f"; use ({tiles!r},)" if isinstance(tiles, str) else ""
+            raise ScheduleError(f"ring tiles = {tiles!r}: a tuple of names is needed{one}")
+        if not tiles:
+            raise ScheduleError("ring tiles = (): one tile or more is needed")
+        if len(set(tiles)) < len(tiles):
+            raise ScheduleError(
+                f"ring tiles = {tiles}: each tile has one place in a slot; name it once"
             )
 
     def transaction_bytes(self, tiles: Mapping[str, Tile]) -> int:
@@ -109,6 +118,11 @@ class Ring:
     def barrier_bytes(self) -> int:
         """Shared memory of the full and empty mbarriers."""
         return 2 * self.stages * BARRIER_BYTES
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory that the ring needs besides its tiles."""
+        return self.barrier_bytes
 
     def open(
         self,
@@ -131,6 +145,72 @@ class Ring:
             mcast_mode_mn=tuple(int(shared) for shared in sharing),
             defer_sync=True,
         )
+
+
+@dataclass(frozen=True)
+class WordRing(Ring):
+    """32-bit words that one warp of `producer` tells all warps of `consumer`, one a slot.
+
+    `put` and `take` hand them over; the words lie in shared memory behind the mbarriers, and the
+    kernel's `smem` has them under the ring's name.
+    """
+
+    tiles: tuple[str, ...] = ()
+    stages: int = 4
+
+    pipeline: ClassVar[type[PipelineAsync]] = PipelineAsync
+
+    def _check_tiles(self) -> None:
+        if self.tiles:
+            raise ScheduleError(f"ring tiles = {self.tiles}: a WordRing carries words; name none")
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory of the mbarriers and, in whole mbarriers' sizes, of the words."""
+        words = -(-self.stages * WORD_BYTES // BARRIER_BYTES) * BARRIER_BYTES
+        return self.barrier_bytes + words
+
+    def words(self, barriers: cute.Pointer) -> cute.Tensor:
+        """The words (stages,), of the ring whose mbarriers begin at this byte address."""
+        address = cute.recast_ptr(barriers + self.barrier_bytes, dtype=cutlass.Int32)
+        return cute.make_tensor(address, cute.make_layout(self.stages))
+
+    def open(
+        self,
+        barriers: cute.Pointer,
+        tiles: Mapping[str, Tile],
+        roles: Mapping[str, Role],
+        cluster: tuple[int, int] = (1, 1),
+    ) -> PipelineAsync:
+        """Initialise the mbarriers; each lane of the producing warp arrives, no bytes are counted."""
+        return self.pipeline.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=CooperativeGroup(Agent.Thread, WARP),
+            consumer_group=CooperativeGroup(Agent.Thread, self.arrivals(roles, cluster)),
+            defer_sync=True,
+        )
+
+
+@cute.jit
+def put(end, words, word):
+    """Tell the consumers a word; all lanes of the producing warp call it. Returns the ring's end."""
+    slot = end.acquire_and_advance()
+    if cute.arch.lane_idx() == 0:
+        words[slot.index] = word
+    slot.commit()  # lane 0's own arrival orders its write before it
+    return end
+
+
+@cute.jit
+def take(end, words):
+    """The next word, for every lane of a consuming warp. Returns (the ring's end, word)."""
+    slot = end.wait_and_advance()
+    word = cute.arch.make_warp_uniform(words[slot.index])
+    cute.arch.sync_warp()  # all lanes have read it
+    if cute.arch.lane_idx() == 0:
+        slot.release()
+    return end, word
 
 
 @dataclass(frozen=True)
