@@ -7,7 +7,7 @@ workers ?= 2
 # nvdisasm, where it comes with CUDA instead of pip:
 export PATH := $(PATH):/usr/local/cuda/bin
 
-.PHONY: test demo bench bench-gemm tune sanitize lint format
+.PHONY: test demo bench bench-gemm tune sanitize notebooks lint format
 
 test: lint
 	@python="$(python)" && "$$python" -m pytest -n $(workers) $(pytest_args)
@@ -26,6 +26,9 @@ tune:
 
 sanitize:
 	@python="$(python)" && "$$python" tests/kernels/sanitize.py $(sanitize_args)
+
+notebooks:
+	@python="$$(.ci/python notebooks)" && "$$python" tests/run_notebooks.py $(notebooks_args)
 
 lint:
 	@python="$(python)" && if "$$python" -m ruff --version >/dev/null 2>&1; then \

@@ -1,8 +1,10 @@
-"""Which tests run here: those marked `gpu` need a device of capability 9.0."""
+"""Which tests run: those with a marker of `NEEDS` only where it is met; the others are counted."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,36 +14,48 @@ settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-_left_out = pytest.StashKey[int]()
+_left_out = pytest.StashKey[dict[str, int]]()
 
 
 def has_sm90() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+def has_jupyter() -> bool:
+    return all(find_spec(name) for name in ("nbclient", "ipykernel", "matplotlib"))
+
+
+# By marker: whether it is met here, and what is said where it is not.
+NEEDS: Mapping[str, tuple[Callable[[], bool], str]] = {
+    "gpu": (has_sm90, "no CUDA device of capability 9.0 here"),
+    "jupyter": (has_jupyter, "the extra `notebooks` is not installed here"),
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if has_sm90():
-        return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu:
-        config.hook.pytest_deselected(items=on_gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    config.stash[_left_out] = len(on_gpu)
+    counts = {}
+    for marker, (met, _) in NEEDS.items():
+        unmet = [item for item in items if item.get_closest_marker(marker)]
+        if unmet and not met():
+            config.hook.pytest_deselected(items=unmet)
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+            counts[marker] = len(unmet)
+    config.stash[_left_out] = counts
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # Under pytest-xdist the workers collect, and only the controller prints.
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash.get(_left_out, 0)
+        session.config.workeroutput["left_out"] = session.config.stash.get(_left_out, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
-    node.config.stash[_left_out] = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[_left_out] = getattr(node, "workeroutput", {}).get("left_out", {})
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    if count := config.stash.get(_left_out, 0):
+    for marker, count in config.stash.get(_left_out, {}).items():
         terminalreporter.write_line(
-            f"{count} gpu tests left out: no CUDA device of capability 9.0 here", yellow=True
+            f"{count} {marker} tests left out: {NEEDS[marker][1]}", yellow=True
         )
