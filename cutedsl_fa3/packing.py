@@ -1,0 +1,50 @@
+"""Sequences laid end to end: the captured tensors that masks of documents and trees read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import arguments
+from .errors import VariantError
+
+
+def document_ids(offsets: torch.Tensor, seqlen: int) -> torch.Tensor:
+    """The document of each position, int32, of documents laid end to end.
+
+    Positions from the last offset on count as one more document, so that padding sees padding only.
+    Nothing waits for the device.
+
+    Shape: offsets (documents + 1,), integers that do not fall, from 0 (cu_seqlens) -> (seqlen,).
+    Raises: VariantError for another type, shape or dtype.
+    """
+    name = "packing.document_ids"
+    arguments.tensor(name, "offsets", offsets, arguments.INTEGERS, "(documents + 1,)")
+    length = arguments.integer(name, "seqlen", seqlen, 1)
+    positions = torch.arange(length, device=offsets.device)
+    return torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
+
+
+def tree_ends(parents: Sequence[int]) -> torch.Tensor:
+    """One past the last descendant of each token, int32, for `masks.tree`.
+
+    `parents` has the index of each token's parent, -1 for a root. Depth-first order: a token's
+    parent is the token before it, or an ancestor of that one.
+
+    Raises: VariantError for other orders, and for what is no int.
+    """
+    ends = list(range(1, len(parents) + 1))
+    path: list[int] = []  # from the root to the token before
+    for token, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            ends[path.pop()] = token
+        if not arguments.is_int(parent) or (not path and parent != -1):
+            raise VariantError(
+                f"packing.tree_ends: the parent of token {token} is {parent!r}; valid are -1 for a "
+                "root, the token before, and ancestors of that one (depth-first order)"
+            )
+        path.append(token)
+    for token in path:
+        ends[token] = len(ends)
+    return torch.tensor(ends, dtype=torch.int32)
