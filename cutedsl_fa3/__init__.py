@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from .pipelines import Schedule, ScheduleError
     from .plans import Plan
     from .problem import Problem
-    from .variant import Variant, seqlen_k, seqlen_q
+    from .variant import Elementwise, OnlineSoftmax, Variant, seqlen_k, seqlen_q
 
 _HOME = {
+    "Elementwise": "variant",
     "LayoutError": "errors",
+    "OnlineSoftmax": "variant",
     "Unsupported": "errors",
     "VariantError": "errors",
     "attention": "interface",
@@ -45,7 +47,9 @@ _NEEDS_COMPILER = ("interface", "pipelines", "plans")
 _MODULES = ("masks", "reference", "scores")
 
 __all__ = [
+    "Elementwise",
     "LayoutError",
+    "OnlineSoftmax",
     "Plan",
     "Problem",
     "Schedule",

@@ -29,13 +29,15 @@ def attention(
 ) -> torch.Tensor:
     """The attention output, computed and returned in `dtype`.
 
+    Differentiable in q, k, v and in captured tensors, the sink among them.
+
     Shape: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim),
         v (batch, seqlen_k, kv_heads, head_dim_v) -> (batch, seqlen_q, heads, head_dim_v).
     Units: scale is natural and defaults to 1 / sqrt(head_dim).
-    Raises: ValueError for shapes or dtypes that do not fit together, a variant that is no Variant
-        and a scale that is no finite number.
+    Raises: ValueError for shapes or dtypes that do not fit together, a variant that is no Variant,
+        a sink of another number of heads and a scale that is no finite number.
     """
-    return attention_with_lse(q, k, v, variant, scale=scale, dtype=dtype)[0]
+    return _attention(q, k, v, variant, scale, dtype)[0]
 
 
 def attention_with_lse(
@@ -47,42 +49,82 @@ def attention_with_lse(
     scale: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention output and the log of each row's sum of exponentials.
+    """The attention output and the log of each row's sum of exponentials, a sink included.
 
-    A row that sees no key has output 0 and LSE -inf. NaN and infinities in a key or value reach the
-    rows that see it, and no others.
+    A row that sees no key has output 0 (which an epilogue may change) and LSE -inf, or the sink.
+    NaN and infinities in a key or value reach the rows that see it, and no others; a score of -inf
+    hides a key as a mask does, except from Elementwise weights.
 
     Shape: as `attention`; LSE (batch, heads, seqlen_q), natural logarithm, in `dtype`.
-    Raises: ValueError for shapes or dtypes that do not fit together, a variant that is no Variant
-        and a scale that is no finite number.
+    Raises: ValueError as `attention` does, and for Elementwise weights, which have no LSE.
     """
+    if isinstance(variant, Variant) and not variant.has_lse:
+        raise ValueError(
+            "attention_with_lse is given a variant with Elementwise weights, which are not "
+            "normalised and have no LSE; valid are variants with OnlineSoftmax, and attention"
+        )
+    out, lse = _attention(q, k, v, variant, scale, dtype)
+    assert lse is not None
+    return out, lse
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | None,
+    scale: float | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and, where the variant has one, LSE."""
     _check(q, k, v, dtype)
     _check_options(variant, scale)
     variant = Variant() if variant is None else variant
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     batch, seqlen_q, heads, _ = q.shape
+    sink = _sink(variant, heads, q.device, dtype)
     out = torch.zeros(batch, seqlen_q, heads, v.shape[-1], dtype=dtype, device=q.device)
-    lse = torch.full((batch, heads, seqlen_q), -math.inf, dtype=dtype, device=q.device)
-    if k.shape[1] == 0:
-        return out, lse
+    lse = torch.zeros(batch, heads, seqlen_q, dtype=dtype, device=q.device)
     group = heads // k.shape[2] if heads else 1
     for b, head, rows in _blocks(batch, heads, seqlen_q, k.shape[1]):
         keys, values = (x[b, :, [h // group for h in head]].to(dtype) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[b, rows][:, head].to(dtype), keys) * scale
         positions = _positions(b, head, rows, seqlen_q, k.shape[1], q.device)
-        scores = _varied(variant, scores, positions)
-        o, l = _softmax(scores, values)
+        scores, visible = _varied(variant, scores, positions)
+        if variant.weight is None:
+            scores = torch.where(visible, scores, -math.inf)
+            o, l = _softmax(scores, values, sink[head.start : head.stop, None, None])
+            lse[b, head.start : head.stop, rows] = l.squeeze(-1)
+        else:
+            weights = _evaluated(variant, "weight", {"score": scores, **positions}, visible)
+            o, l = _weighted(torch.where(visible, weights, 0.0), visible, values), None
+        if variant.epilogue is not None:
+            given = {"o": o, **positions} if l is None else {"o": o, "lse": l, **positions}
+            o = _evaluated(variant, "epilogue", given, torch.ones_like(o, dtype=torch.bool))
         out[b, rows, head.start : head.stop] = o.transpose(0, 1)
-        lse[b, head.start : head.stop, rows] = l
-    return out, lse
+    return out, lse if variant.has_lse else None
+
+
+def _sink(variant: Variant, heads: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """One more logit for each head; -inf, which weighs nothing, without a sink."""
+    if variant.sink is None:
+        return torch.full((heads,), -math.inf, dtype=dtype, device=device)
+    sink = variant.captures[variant.sink]
+    if sink.ndim and sink.shape[0] != heads:
+        raise ValueError(
+            f"the variant's sink has shape {tuple(sink.shape)} and q has {heads} heads; valid are "
+            f"shapes () and ({heads},)"
+        )
+    return sink.to(device, dtype).expand(heads)
 
 
 def _blocks(
     batch: int, heads: int, seqlen_q: int, seqlen_k: int
 ) -> Iterator[tuple[int, range, slice]]:
     """Batch entry, heads and rows of pieces whose scores fit SCORES_AT_ONCE."""
-    rows = max(1, min(seqlen_q, SCORES_AT_ONCE // seqlen_k))
-    together = max(1, SCORES_AT_ONCE // (rows * seqlen_k))
+    keys = max(1, seqlen_k)
+    rows = max(1, min(seqlen_q, SCORES_AT_ONCE // keys))
+    together = max(1, SCORES_AT_ONCE // (rows * keys))
     for b in range(batch):
         for h in range(0, heads, together):
             for row in range(0, seqlen_q, rows):
@@ -106,26 +148,49 @@ def _positions(
 
 def _varied(
     variant: Variant, scores: torch.Tensor, positions: dict[str, torch.Tensor | int]
-) -> torch.Tensor:
-    """Scores after the variant: changed by its score, -inf where its mask hides the key."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores after the variant's score function, and the keys that its mask shows.
+
+    Shape: both as `scores`; what the scores are at hidden keys has no meaning.
+    """
     visible = torch.ones((), dtype=torch.bool, device=scores.device)
     if variant.mask is not None:
         visible = evaluate(variant.mask, positions, variant.captures)
+    visible = torch.broadcast_to(visible, scores.shape)
     if variant.score is not None:
-        inputs = {"score": scores, **positions}
-        changed = evaluate(
-            variant.score, inputs, variant.captures, dtype=scores.dtype, visible=visible
-        )
-        scores = torch.broadcast_to(changed, scores.shape)
-    return torch.where(visible, scores, -math.inf)
+        scores = _evaluated(variant, "score", {"score": scores, **positions}, visible)
+    return scores, visible
 
 
-def _softmax(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE; a weight of exactly 0 takes no part, whatever its value holds."""
-    row_max = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - row_max.masked_fill(row_max == -math.inf, 0))
-    row_sum = weights.sum(-1, keepdim=True)
-    lse = (row_max + torch.log(row_sum)).squeeze(-1)
+def _evaluated(
+    variant: Variant,
+    role: str,
+    inputs: dict[str, torch.Tensor | int],
+    visible: torch.Tensor,
+) -> torch.Tensor:
+    """A graph's value for each of the scores or outputs that come first among its inputs."""
+    name, value = next(iter(inputs.items()))
+    # Hidden scores are taken out: a derivative that is not finite there goes no further.
+    given = {**inputs, name: torch.where(visible, value, 0.0)}
+    changed = evaluate(
+        variant.graphs[role], given, variant.captures, dtype=value.dtype, visible=visible
+    )
+    return torch.broadcast_to(changed, value.shape)
+
+
+def _softmax(
+    scores: torch.Tensor, values: torch.Tensor, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE; a key of score -inf takes no part, whatever its value holds.
+
+    Shape: scores (heads, rows, keys), values (keys, heads, head_dim_v), sink (heads, 1, 1) ->
+        (heads, rows, head_dim_v), (heads, rows, 1).
+    """
+    highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, True) - math.inf
+    row_max = torch.maximum(highest, sink)
+    finite_max = row_max.masked_fill(row_max == -math.inf, 0)
+    weights = torch.exp(scores - finite_max)
+    row_sum = weights.sum(-1, keepdim=True) + torch.exp(sink - finite_max)
     finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     out = torch.einsum("hqk,khd->hqd", weights, finite)
     if not torch.equal(finite, values):
@@ -134,8 +199,24 @@ def _softmax(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, 
             hits = torch.einsum("hqk,khd->hqd", seen, kind.to(values.dtype)) > 0
             extreme = values[kind][:1].sum() if kind.any() else 0.0
             out = torch.where(hits, out + extreme, out)
-    empty = row_sum == 0
+    empty = highest == -math.inf
+    lse = torch.where(empty, sink, row_max + torch.log(torch.where(empty, 1.0, row_sum)))
     return torch.where(empty, 0.0, out / torch.where(empty, 1.0, row_sum)), lse
+
+
+def _weighted(weights: torch.Tensor, visible: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The sum of weight * value over visible keys, each product as floating point has it.
+
+    Shape: weights and visible (heads, rows, keys), values (keys, heads, head_dim_v) ->
+        (heads, rows, head_dim_v).
+    """
+    odd = ~values.isfinite().all(-1).all(-1)
+    plain = values.masked_fill(odd[:, None, None], 0.0)
+    out = torch.einsum("hqk,khd->hqd", weights.masked_fill(odd, 0.0), plain)
+    for key in odd.nonzero().flatten().tolist():
+        product = weights[..., key, None] * values[key][:, None, :]
+        out = out + torch.where(visible[..., key, None], product, 0.0)
+    return out
 
 
 def _check_options(variant: object, scale: object) -> None:

@@ -21,8 +21,9 @@ def evaluate(
     """The graph's value for these inputs, floats computed in `dtype`.
 
     Indices of captured tensors are clamped to the tensor, as in the kernel, because masked
-    positions may lie outside; where `visible` (broadcastable) holds, they must be in range.
-    Captured int64 elements saturate at +-(2^31 - 1), as in the kernel.
+    positions may lie outside; where `visible` (broadcastable) holds, they must be in range, and
+    gradients reach captured tensors from there only. Captured int64 elements saturate at
+    +-(2^31 - 1) and float64 ones are rounded to fp32, as in the kernel.
 
     Shape: the broadcast of the inputs that the graph depends on.
     Raises: IndexError for a visible index outside its captured tensor.
@@ -72,7 +73,7 @@ class _Reader:
         return torch.tensor(value, dtype=dtype, device=self.device)
 
     def load(self, number: int, indices: list[torch.Tensor]) -> torch.Tensor:
-        capture = self.captures[number].detach()
+        capture = self.captures[number]
         clamped = []
         for axis, (index, size) in enumerate(zip(indices, capture.shape, strict=True)):
             inside = index.clamp(0, size - 1)
@@ -81,7 +82,9 @@ class _Reader:
             clamped.append(inside.long().to(capture.device))
         value = capture[tuple(clamped)].to(self.device)
         if value.is_floating_point():
-            return value.to(self.dtype)
+            if value.requires_grad and self.visible is not None:
+                value = torch.where(self.visible, value, value.detach())
+            return (value.float() if value.dtype == torch.float64 else value).to(self.dtype)
         if value.dtype == torch.int64:
             return value.clamp(-LARGEST, LARGEST)
         return value if value.dtype == torch.bool else value.long()
@@ -91,5 +94,5 @@ class _Reader:
             found = torch.broadcast_to(index, outside.shape)[outside][0].item()
             raise IndexError(
                 f"captured tensor t{number} of shape {tuple(self.captures[number].shape)} is read "
-                f"at index {found} of dimension {axis} for a key that the mask shows"
+                f"at index {found} of dimension {axis}, outside it, where the result counts"
             )

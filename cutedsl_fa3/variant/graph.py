@@ -1,4 +1,4 @@
-"""The graph of a score or mask function: typed nodes in order, each used at least once."""
+"""The graph of one function of a variant: typed nodes in order, each used at least once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ INPUTS: dict[str, DType] = {
     "k": "int",
     "seqlen_q": "int",
     "seqlen_k": "int",
+    "o": "float",
+    "lse": "float",
 }
 
 # What a captured tensor may hold, and as what its elements enter the graph.
 CAPTURE_DTYPES: dict[torch.dtype, DType] = {
+    torch.float64: "float",
     torch.float32: "float",
     torch.float16: "float",
     torch.bfloat16: "float",

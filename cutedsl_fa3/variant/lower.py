@@ -16,7 +16,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int16, Int32, Int64, Uint8
+from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint8
 
 from .bounds import QueryTile, Runs, key_sets, visit_runs
 from .graph import LARGEST, Graph, Node, Ref
@@ -172,6 +172,7 @@ LOWER: dict[str, Callable] = {
 
 # How a captured tensor's elements are read from memory; bools are passed as bytes.
 CAPTURE_ELEMENTS = {
+    torch.float64: Float64,
     torch.float32: Float32,
     torch.float16: Float16,
     torch.bfloat16: BFloat16,

@@ -1,4 +1,4 @@
-"""What may be written in a score or mask: torch functions and operators, each as graph operations.
+"""What may be written in a variant: torch functions and operators, each as graph operations.
 
 Every entry takes the builder and values and returns a value; compositions (clamp, relu, square) are
 spelled out here once, so that readers of a graph only meet the operations of `ops.OPS`.

@@ -1,4 +1,4 @@
-"""The sequence lengths as symbols: known only at launch, usable in any score or mask.
+"""The sequence lengths as symbols: known only at launch, usable in any function of a variant.
 
 `k <= q + (seqlen_k - seqlen_q)` is the causal mask aligned at the bottom right.
 """
@@ -45,7 +45,7 @@ class Symbol:
         tracer = current()
         if tracer is None:
             raise VariantError(
-                f"{self.name} has a value only inside a score or mask function, while "
+                f"{self.name} has a value only inside a function of a variant, while "
                 "Variant(...) traces it; outside, use the tensor's shape"
             )
         return tracer.traced(tracer.builder.input(self.name))

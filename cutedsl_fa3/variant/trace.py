@@ -1,9 +1,10 @@
-"""Traces a score or mask function into a graph, once, when a Variant is made.
+"""Traces a function of a variant into a graph, once, when the Variant is made.
 
-The function runs with traced values in place of s, b, h, q and k. While it runs, every torch
-function passes through `Watch`: those on traced values become nodes, reads of captured tensors
-become loads, and those whose result would be frozen without a word are refused. It does not matter
-how the function reached a tensor: closure, global, default argument, attribute or helper.
+The function runs with traced values in place of its arguments (s, b, h, q and k of a score). While
+it runs, every torch function passes through `Watch`: those on traced values become nodes, reads of
+captured tensors become loads, and those whose result would be frozen without a word are refused. It
+does not matter how the function reached a tensor: closure, global, default argument, attribute or
+helper.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from .surface import SUPPORTED, SURFACE, WRITTEN
 from .symbols import Symbol, active, current
 from .watch import NothingRuns, Watch
 
-PARAMETERS = {"score": ("s", "b", "h", "q", "k"), "mask": ("b", "h", "q", "k")}
+# By the role of a function, which is the name of its graph in a Variant.
+PARAMETERS = {
+    "score": ("s", "b", "h", "q", "k"),
+    "mask": ("b", "h", "q", "k"),
+    "weight": ("s",),
+    "epilogue": ("o", "lse", "b", "h", "q"),
+}
 
 _TORCH_DTYPES = {"float": torch.float32, "int": torch.int32, "bool": torch.bool}
 
@@ -133,7 +140,7 @@ class Tracer(torch.fx.Tracer):
 
     def refuse(self, problem: str) -> NoReturn:
         """Raises: VariantError with the user's line."""
-        self.refusal = VariantError(f"{self.role} at {location()}: {problem}")
+        self.refusal = VariantError(f"{_said(self.role)} at {location()}: {problem}")
         raise self.refusal from None
 
     def refuse_conversion(self, asked_for: str) -> NoReturn:
@@ -188,7 +195,7 @@ class Tracer(torch.fx.Tracer):
     def complete(self, value: Traced) -> Ref:
         """The value's node, which must be of this trace and, if a load, have all its indices."""
         if value.tracer is not self:
-            self.refuse("a value of another trace was kept; a score or mask must not store values")
+            self.refuse("a value of another trace was kept; a function must not store its values")
         if value.value.id in self.partial:
             number, indices = self.partial[value.value.id]
             self.refuse(
@@ -299,11 +306,11 @@ def _tracing(tracer: Tracer) -> Any:
 
 
 def trace(function: Callable[..., Any], role: str, captures: list[torch.Tensor]) -> Graph:
-    """The raw graph of a score or mask; captured tensors are appended to `captures`.
+    """The raw graph of a function; captured tensors are appended to `captures`.
 
     Raises: VariantError where the function cannot become a graph.
     """
-    _check_parameters(function, role)
+    check_parameters(function, role)
     tracer = Tracer(role, captures)
     inputs = [
         tracer.traced(tracer.builder.input("score" if p == "s" else p)) for p in PARAMETERS[role]
@@ -320,15 +327,26 @@ def trace(function: Callable[..., Any], role: str, captures: list[torch.Tensor])
     return Graph(tuple(tracer.builder.nodes), result.id)
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
+def name_of(function: Callable[..., Any]) -> str:
+    """The function's name as its author wrote it."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return name.replace("_VariableFunctionsClass.", "torch.")
 
 
-def _check_parameters(function: Any, role: str) -> None:
+def form(role: str) -> str:
+    """How a function of this role is called, as in `mask(b, h, q, k)`."""
+    name = "f" if role == "weight" else role
+    return f"{name}({', '.join(PARAMETERS[role])})"
+
+
+_MEANT = {"score": "mask", "mask": "score"}  # what a function of the wrong arity may be
+
+
+def check_parameters(function: Any, role: str) -> None:
+    """Raises: VariantError for what cannot be called as a function of this role."""
     wanted = PARAMETERS[role]
-    form = f"{role}({', '.join(wanted)})"
     if not callable(function):
-        raise VariantError(f"{role} must be a function {form}, not {type(function).__name__}")
+        raise VariantError(f"{_said(role)} must be a function {form(role)}, not {function!r}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -336,33 +354,34 @@ def _check_parameters(function: Any, role: str) -> None:
     try:
         signature.bind(*wanted)
     except TypeError as error:
-        other = "mask" if role == "score" else "score"
-        try:
-            signature.bind(*PARAMETERS[other])
-            hint = f"; did you mean Variant({other}=...)?"
-        except TypeError:
-            hint = ""
+        hint = "; positions belong in score=, whose result f is given" if role == "weight" else ""
+        if role in _MEANT:
+            try:
+                signature.bind(*PARAMETERS[_MEANT[role]])
+                hint = f"; did you mean Variant({_MEANT[role]}=...)?"
+            except TypeError:
+                pass
         raise VariantError(
-            f"{role} `{_name(function)}{signature}` cannot be called as {form}: {error}{hint}"
+            f"{_said(role)} `{name_of(function)}{signature}` cannot be called as {form(role)}: "
+            f"{error}{hint}"
         ) from None
+
+
+def _said(role: str) -> str:
+    return "f of Elementwise" if role == "weight" else role
 
 
 def _result(tracer: Tracer, result: Any, function: Callable[..., Any]) -> Ref:
     role, b = tracer.role, tracer.builder
     value = tracer.argument(result, "the result") if result is not None else None
+    named = f"{_said(role)} `{name_of(function)}`"
     if not isinstance(value, Ref | bool | int | float):
         hint = "; is a `return` missing?" if result is None else ""
-        raise VariantError(
-            f"{role} `{_name(function)}` returned {type(result).__name__}, not a traced value{hint}"
-        )
+        raise VariantError(f"{named} returned {type(result).__name__}, not a traced value{hint}")
     dtype = b.dtype(value)
     if role == "mask" and dtype != "bool":
-        raise VariantError(
-            f"mask `{_name(function)}` returned {dtype}, not bool; compare it, as in `... != 0`"
-        )
+        raise VariantError(f"{named} returned {dtype}, not bool; compare it, as in `... != 0`")
     if role == "score" and dtype == "bool":
-        raise VariantError(
-            f"score `{_name(function)}` returned bool, not a score; a condition belongs in mask="
-        )
+        raise VariantError(f"{named} returned bool, not a score; a condition belongs in mask=")
     value = value if role == "mask" else b.convert(value, "float")
     return value if isinstance(value, Ref) else b.const(value)

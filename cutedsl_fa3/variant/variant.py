@@ -12,49 +12,86 @@ from cutedsl_fa3.errors import VariantError
 
 from .graph import Graph
 from .normalise import normalise
+from .softmax import Elementwise, OnlineSoftmax, check_softmax
 from .trace import PARAMETERS, trace
 
 INTEGER_DIVISIONS = ("floordiv", "truncdiv", "mod", "fmod")
 
 
-class Variant:
-    """An attention variant in plain Python: what to do with a score, and which keys a query sees.
+ROLES = ("score", "mask", "weight", "epilogue")
+_ONLINE = OnlineSoftmax()
 
-    `score(s, b, h, q, k)` returns the score used instead of s (scaled, natural units) and
-    `mask(b, h, q, k)` whether query q sees key k; q and k are raw indices. The functions are traced
-    here and not kept: code and Python numbers are frozen by value, captured tensors are kept by
-    reference and read at each launch (a 0-d tensor is a scalar).
+
+class Variant:
+    """An attention variant in plain Python: scores, visible keys, weights and the output.
+
+    `score(s, b, h, q, k)` returns the score used instead of s (scaled, natural units),
+    `mask(b, h, q, k)` whether query q sees key k, and `epilogue(o, lse, b, h, q)` the output used
+    instead of each element o, in fp32 before it is rounded; q and k are raw indices. `softmax`
+    turns scores into weights: OnlineSoftmax(sink=None) or Elementwise(f).
+
+    The functions are traced here and not kept: code and Python numbers are frozen by value,
+    captured tensors are kept by reference and read at each launch (a 0-d tensor is a scalar). They
+    become the graphs `score`, `mask`, `weight` (None: the online softmax) and `epilogue`, None
+    where there is nothing to do; `sink` is the number of the sink among `captures`.
 
     Integer arithmetic is 32-bit: captured int64 elements saturate at +-(2^31 - 1), smaller integers
-    are widened to int32; captured fp16 and bf16 elements are widened to fp32. Indices of captured
-    tensors are clamped to the tensor at hidden positions. copy and deepcopy return the Variant
-    itself, captured tensors being references; it cannot be pickled.
+    are widened to int32; captured fp16 and bf16 elements are widened to fp32, fp64 ones rounded to
+    it. Indices of captured tensors are clamped to the tensor at hidden positions. copy and deepcopy
+    return the Variant itself, captured tensors being references; it cannot be pickled.
 
-    Raises: VariantError where a function cannot become a graph.
+    Raises: VariantError where a function cannot become a graph, or softmax is neither kind.
     """
 
-    __slots__ = ("__weakref__", "captures", "mask", "score")
+    __slots__ = (
+        "__weakref__", "captures", "epilogue", "mask", "score", "sink", "softmax", "weight",
+    )  # fmt: skip
 
     score: Graph | None
     mask: Graph | None
+    weight: Graph | None
+    epilogue: Graph | None
+    sink: int | None
+    softmax: OnlineSoftmax | Elementwise
     captures: tuple[torch.Tensor, ...]
 
     def __init__(
         self,
         score: Callable[..., Any] | None = None,
         mask: Callable[..., Any] | None = None,
+        softmax: OnlineSoftmax | Elementwise = _ONLINE,
+        epilogue: Callable[..., Any] | None = None,
     ) -> None:
+        check_softmax(softmax)
+        weight = softmax.f if isinstance(softmax, Elementwise) else None
         found: list[torch.Tensor] = []
         raw = {
             role: trace(function, role, found)
-            for role, function in (("score", score), ("mask", mask))
+            for role, function in zip(ROLES, (score, mask, weight, epilogue), strict=True)
             if function is not None
         }
         used: list[int] = []
-        graphs = {role: _checked(normalise(graph, used), role) for role, graph in raw.items()}
-        object.__setattr__(self, "score", _unless(_is_identity, graphs.get("score")))
-        object.__setattr__(self, "mask", _unless(_is_everything, graphs.get("mask")))
-        object.__setattr__(self, "captures", tuple(found[number] for number in used))
+        graphs: dict[str, Graph | None] = dict.fromkeys(ROLES)
+        sink = None
+        for role in ROLES:
+            if role == "epilogue" and isinstance(softmax, OnlineSoftmax):
+                sink = _number(softmax.sink, found, used)
+            if role in raw:
+                graph = _checked(normalise(raw[role], used), role)
+                graphs[role] = None if _changes_nothing(graph, role) else graph
+        if weight is not None and graphs["epilogue"] and "lse" in graphs["epilogue"].inputs:
+            raise VariantError(
+                "epilogue reads lse, and Elementwise weights have none: nothing is normalised; "
+                "valid are o, b, h and q"
+            )
+        values = {
+            **graphs,
+            "sink": sink,
+            "softmax": softmax,
+            "captures": tuple(found[number] for number in used),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Variant is a snapshot; make another one to change {name}")
@@ -75,13 +112,24 @@ class Variant:
         )
 
     @property
+    def graphs(self) -> dict[str, Graph]:
+        """The graphs that there are, by role: score, mask, weight, epilogue."""
+        graphs = {role: getattr(self, role) for role in ROLES}
+        return {role: graph for role, graph in graphs.items() if graph is not None}
+
+    @property
+    def has_lse(self) -> bool:
+        """Whether rows have a log-sum-exp: Elementwise weights have none."""
+        return self.weight is None
+
+    @property
     def text(self) -> str:
         """Canonical text: variants that generate the same code have the same text."""
         lines = [f"t{i}: {_described(tensor)}" for i, tensor in enumerate(self.captures)]
-        for role, graph in (("score", self.score), ("mask", self.mask)):
-            if graph is not None:
-                lines += [f"{role}({', '.join(PARAMETERS[role])})"]
-                lines += [f"  {line}" for line in graph.text.splitlines()]
+        for role, graph in self.graphs.items():
+            lines += [f"{role}({', '.join(PARAMETERS[role])})"]
+            lines += [f"  {line}" for line in graph.text.splitlines()]
+        lines += [] if self.sink is None else [f"sink: t{self.sink}"]
         return "\n".join(lines) if lines else "plain attention"
 
     def __repr__(self) -> str:
@@ -92,16 +140,25 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}[{', '.join('?' * tensor.ndim)}]"
 
 
-def _unless(holds: Callable[[Graph], bool], graph: Graph | None) -> Graph | None:
-    return None if graph is None or holds(graph) else graph
+def _number(tensor: torch.Tensor | None, found: list[torch.Tensor], used: list[int]) -> int | None:
+    """The place among the captured tensors of one that no function reads."""
+    if tensor is None:
+        return None
+    at = next((i for i, other in enumerate(found) if other is tensor), len(found))
+    if at == len(found):
+        found.append(tensor)
+    if at not in used:
+        used.append(at)
+    return used.index(at)
 
 
-def _is_identity(graph: Graph) -> bool:
-    return graph.result.op == "input"
-
-
-def _is_everything(graph: Graph) -> bool:
-    return graph.result.op == "const" and graph.result.args == (True,)
+def _changes_nothing(graph: Graph, role: str) -> bool:
+    """A score that returns s, a mask that shows all keys, an epilogue that returns o."""
+    result = graph.result
+    if role == "mask":
+        return result.op == "const" and result.args == (True,)
+    given = {"score": "score", "epilogue": "o"}.get(role)
+    return result.op == "input" and result.args[0] == given
 
 
 def _is_zero(value: Any) -> bool:

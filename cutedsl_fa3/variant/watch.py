@@ -38,7 +38,7 @@ _VIEWS = frozenset(
 
 
 class Watch(TorchFunctionMode):
-    """Sees every torch function that runs while a score or mask is traced."""
+    """Sees every torch function that runs while a function of a variant is traced."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()

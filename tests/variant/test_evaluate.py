@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cutedsl_fa3 import masks
 from cutedsl_fa3.variant import Graph, Node, Ref, Variant
 from cutedsl_fa3.variant.evaluate import evaluate
+from cutedsl_fa3.variant.graph import CAPTURE_DTYPES
 from cutedsl_fa3.variant.ops import OPS
 
 N = 64
@@ -266,6 +267,37 @@ def test_an_index_outside_is_clamped_where_hidden_and_an_error_where_visible():
     assert found.tolist() == [0.0, 5.0, 9.0]
     with pytest.raises(IndexError, match="index -4"):
         evaluate(variant.score, inputs, variant.captures, visible=torch.tensor(True))
+
+
+def test_captured_float64_elements_are_rounded_to_fp32_in_every_precision():
+    table = torch.tensor([1 / 3, 1e300, 1 + 2.0**-40], dtype=torch.float64)
+    variant = Variant(score=lambda s, b, h, q, k: s * 0 + table[h])
+    for dtype in (torch.float32, torch.float64):
+        inputs = {"score": torch.zeros(3, dtype=dtype), "h": torch.arange(3)}
+        found = evaluate(variant.score, inputs, variant.captures, dtype=dtype)
+        assert torch.equal(found, table.float().to(dtype))
+
+
+@pytest.mark.parametrize("rank", range(7))
+@pytest.mark.parametrize("dtype", CAPTURE_DTYPES)
+def test_captured_tensors_of_any_rank_and_dtype_are_read_at_their_index(dtype, rank):
+    sizes = (2, 3, 2, 2, 3, 2)[:rank]
+    values = torch.randint(0, 2 if dtype == torch.bool else 100, sizes, generator=_generator)
+    table = values.to(dtype)
+    if rank > 1:
+        table = table.transpose(0, 1)  # as it lies, not only packed
+
+    def at(b, h, q, k):
+        return (b, h, q % 2, k % 2, (q + k) % 3, 1)[:rank]
+
+    variant = Variant(score=lambda s, b, h, q, k: s + table[at(b, h, q, k)])
+    inputs = {**INPUTS, "h": INPUTS["h"] % 3, "b": INPUTS["b"] % 2}
+    if rank > 1:
+        inputs["b"], inputs["h"] = inputs["h"], inputs["b"]
+    found = evaluate(variant.score, inputs, variant.captures)
+    positions = at(*(inputs[name] for name in "bhqk"))
+    expected = inputs["score"] + (table[positions] if rank else table).float()
+    assert torch.equal(found, expected)
 
 
 def test_captured_int64_elements_saturate_at_32_bits():

@@ -1,4 +1,4 @@
-"""What a score or mask may not say, and with which words it is refused."""
+"""What a function of a variant may not say, and with which words it is refused."""
 
 from __future__ import annotations
 
@@ -143,9 +143,21 @@ def test_integers_divided_by_a_zero_known_now_are_refused(function):
     assert "fmod" in score_text(lambda s, b, h, q, k: s % 0.0)
 
 
-def test_a_tensor_of_an_unsupported_dtype_is_refused_by_dtype():
-    doubles = W.double()
-    assert "float64" in refused(score=lambda s, b, h, q, k: s + doubles[h])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
+)
+def test_a_tensor_of_an_unsupported_dtype_is_refused_by_dtype(dtype):
+    table = torch.zeros(4, dtype=dtype)
+    message = refused(score=lambda s, b, h, q, k: s + table[h])
+    assert f"has dtype {str(dtype)[6:]}; convert it outside to one of float64" in message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a score or mask may say, and what its graph is."""
+"""What a function of a variant may say, and what its graph is."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_length_symbols_combine_with_each_other_and_with_torch_functions():
 
 def test_length_symbols_have_no_value_outside_a_trace():
     for use in (lambda: seqlen_q + 1, lambda: 3 < seqlen_k, lambda: torch.abs(seqlen_k)):
-        with pytest.raises(VariantError, match="only inside a score or mask"):
+        with pytest.raises(VariantError, match="only inside a function of a variant"):
             use()
 
 
