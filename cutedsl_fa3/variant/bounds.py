@@ -7,6 +7,7 @@ second. Written on `Integers`, so the same lines run on Python ints, inside a ke
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -221,6 +222,51 @@ class PythonIntegers:
         inside = [max(0, min(i, n - 1)) for i, n in zip(indices, tensor.shape, strict=True)]
         value = tensor[tuple(inside)].item()
         return max(-LARGEST, min(value, LARGEST)) if tensor.dtype == torch.int64 else value
+
+
+class TorchIntegers:
+    """Key arithmetic on many tiles at once: values are ints or int64 tensors that broadcast."""
+
+    def __init__(self, captures: Sequence[torch.Tensor] = ()) -> None:
+        self.captures = captures
+
+    add = staticmethod(operator.add)
+    sub = staticmethod(operator.sub)
+    mul = staticmethod(operator.mul)
+    floordiv = staticmethod(operator.floordiv)
+    less = staticmethod(operator.lt)
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        return self.where(a < b, a, b)
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        return self.where(a < b, b, a)
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        if isinstance(condition, bool):
+            return a if condition else b
+        return torch.where(condition, a, b)
+
+    def and_(self, a: Any, b: Any) -> Any:
+        if isinstance(a, bool):
+            return b if a else False
+        return self.and_(b, a) if isinstance(b, bool) else a & b
+
+    def or_(self, a: Any, b: Any) -> Any:
+        return self.not_(self.and_(self.not_(a), self.not_(b)))
+
+    def not_(self, a: Any) -> Any:
+        return not a if isinstance(a, bool) else ~a
+
+    def load(self, capture: int, indices: tuple[Any, ...]) -> Any:
+        """Elements, indices clamped and int64 saturated as in the kernel."""
+        tensor = self.captures[capture].detach()
+        inside = tuple(
+            torch.as_tensor(i, device=tensor.device).clamp(0, n - 1)
+            for i, n in zip(indices, tensor.shape, strict=True)
+        )
+        value = tensor[inside] if inside else tensor
+        return value if value.dtype == torch.bool else value.long().clamp(-LARGEST, LARGEST)
 
 
 def spans(keys: KeySet, seqlen_k: int) -> tuple[Span, ...]:

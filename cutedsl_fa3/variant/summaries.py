@@ -1,0 +1,197 @@
+"""What a mask reads from memory by one position: its smallest and largest value in each block.
+
+A mask such as `doc[q] == doc[k]` compares functions of one position. Their smallest and largest
+values over a block of positions are few numbers, found in one pass; `tiles.py` puts them to the
+mask in place of every element. What is computed here is int32, as in the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+
+from .evaluate import evaluate
+from .graph import Graph, Node, Ref
+from .intervals import COMPARISONS, HIGHEST, LOGIC, LOWEST, RULES
+from .ops import Range
+
+POSITIONS = frozenset({"q", "k"})
+
+
+@dataclass(frozen=True)
+class Summary:
+    """An integer or condition (as 0 or 1) of the mask: `graph` computes node `node`."""
+
+    node: int
+    position: Literal["q", "k"]
+    graph: Graph = field(repr=False, compare=False)
+
+
+@lru_cache(maxsize=256)
+def reached(mask: Graph) -> tuple[int, ...]:
+    """The nodes whose ranges decide about a tile, each after those that it is computed from."""
+    found: set[int] = set()
+    pending = [mask.output]
+    while pending:
+        number = pending.pop()
+        if number in found:
+            continue
+        found.add(number)
+        if not _is_summary(mask, number):
+            pending += _followed(mask, mask.nodes[number])
+    return tuple(sorted(found))
+
+
+def _followed(mask: Graph, node: Node) -> list[int]:
+    """The operands whose ranges say something about the node's."""
+    operands = [a.id for a in node.operands if isinstance(a, Ref)]
+    if node.op in COMPARISONS or node.op == "to_int":
+        known = all(mask.nodes[i].dtype != "float" for i in operands)
+        known &= not any(isinstance(a, float) for a in node.operands)
+    elif node.op == "load":
+        known = node.depends.isdisjoint(POSITIONS)
+    else:
+        known = node.dtype != "float" and (
+            node.op in RULES or node.op in LOGIC or node.op == "where"
+        )
+    return operands if known else []
+
+
+def _is_summary(mask: Graph, number: int) -> bool:
+    node = mask.nodes[number]
+    one = len(node.depends & POSITIONS) == 1
+    return one and node.dtype != "float" and reads_memory(mask, number)
+
+
+def reads_memory(graph: Graph, number: int) -> bool:
+    """Whether a node is computed from a captured tensor."""
+    seen, pending = set(), [number]
+    while pending:
+        current = pending.pop()
+        if graph.nodes[current].op == "load":
+            return True
+        if current not in seen:
+            seen.add(current)
+            pending += [a.id for a in graph.nodes[current].operands if isinstance(a, Ref)]
+    return False
+
+
+@lru_cache(maxsize=256)
+def summaries(mask: Graph | None) -> tuple[Summary, ...]:
+    """The largest parts of a mask that read memory by exactly one of q and k, in node order."""
+    if mask is None:
+        return ()
+    return tuple(
+        Summary(i, "q" if "q" in mask.nodes[i].depends else "k", _part(mask, i))
+        for i in reached(mask)
+        if _is_summary(mask, i)
+    )
+
+
+def _part(graph: Graph, output: int) -> Graph:
+    """The nodes that one node needs, and no others."""
+    needed, pending = set(), [output]
+    while pending:
+        current = pending.pop()
+        if current not in needed:
+            needed.add(current)
+            pending += [a.id for a in graph.nodes[current].operands if isinstance(a, Ref)]
+    numbers = {old: new for new, old in enumerate(sorted(needed))}
+    nodes = []
+    for old in numbers:
+        node = graph.nodes[old]
+        args = tuple(Ref(numbers[a.id]) if isinstance(a, Ref) else a for a in node.args)
+        nodes.append(Node(node.op, args, node.dtype, node.depends))
+    return Graph(tuple(nodes), numbers[output])
+
+
+def per(mask: Graph | None, name: Literal["b", "h"]) -> bool:
+    """Whether any summary depends on the batch entry (b) or the head (h)."""
+    return any(name in s.graph.inputs for s in summaries(mask))
+
+
+def table_shape(
+    mask: Graph | None,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    tile_m: int,
+    tile_n: int,
+) -> tuple[int, int, int, int] | None:
+    """(2 * summaries, batch or 1, heads or 1, blocks); None where there are no summaries.
+
+    Rows 2i and 2i + 1 are the smallest and largest value of summary i. Blocks are `tile_m` queries
+    or `tile_n` keys, and as many as the side that has more of them.
+    """
+    found = summaries(mask)
+    if not found:
+        return None
+    blocks = max(-(-seqlen_q // tile_m), -(-seqlen_k // tile_n))
+    return (
+        2 * len(found),
+        batch if per(mask, "b") else 1,
+        heads if per(mask, "h") else 1,
+        blocks,
+    )
+
+
+def summarise(
+    mask: Graph | None,
+    captures: Sequence[torch.Tensor],
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    tile_m: int,
+    tile_n: int,
+) -> torch.Tensor | None:
+    """The table of `table_shape`, int32, by evaluating every position; empty blocks hold no value.
+
+    Shape: as `table_shape` says; a block without positions has its smallest above its largest.
+    """
+    shape = table_shape(mask, batch, heads, seqlen_q, seqlen_k, tile_m, tile_n)
+    if shape is None:
+        return None
+    device = captures[0].device
+    _, batches, many, blocks = shape
+    table = torch.empty(shape, dtype=torch.int32, device=device)
+    table[0::2], table[1::2] = HIGHEST, LOWEST
+    inputs: dict[str, Any] = {
+        "b": torch.arange(batches, device=device)[:, None, None],
+        "h": torch.arange(many, device=device)[:, None],
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+    }
+    for i, summary in enumerate(summaries(mask)):
+        size, length = (tile_m, seqlen_q) if summary.position == "q" else (tile_n, seqlen_k)
+        if not length or not blocks:
+            continue
+        inputs[summary.position] = torch.arange(length, device=device)
+        values = evaluate(summary.graph, inputs, captures).to(torch.int32)  # wraps as int32 does
+        values = values.expand(batches, many, length)
+        here = -(-length // size)
+        for row, extreme, empty in ((2 * i, "amin", HIGHEST), (2 * i + 1, "amax", LOWEST)):
+            whole = torch.nn.functional.pad(values, (0, here * size - length), value=empty)
+            found = getattr(whole.unflatten(-1, (here, size)), extreme)(-1)
+            table[row, :, :, :here] = found
+    return table
+
+
+Read = Callable[[int, Any], Range]  # (summary number, block) -> smallest and largest value
+
+
+def reader(mask: Graph | None, table: torch.Tensor | None, b: Any, h: Any) -> Read:
+    """Reads a table for batch entries and heads: ints, or tensors that broadcast with blocks."""
+    b, h = b if per(mask, "b") else 0, h if per(mask, "h") else 0
+
+    def read(i: int, block: Any) -> Range:
+        assert table is not None
+        low, high = (table[row, b, h, block] for row in (2 * i, 2 * i + 1))
+        return (low.long(), high.long()) if low.ndim else (low.item(), high.item())
+
+    return read
