@@ -131,7 +131,7 @@ def test_weights_and_outputs_of_other_types_become_floats(result):
 
 
 @pytest.mark.parametrize(
-    "made", [torch.sigmoid, torch.nn.ReLU(), torch.nn.functional.relu, torch.Tensor.tanh]
+    "made", [torch.sigmoid, torch.nn.ReLU(), torch.nn.functional.relu, torch.tanh]
 )
 def test_torch_functions_and_modules_are_weights_as_they_are(made):
     assert Variant(softmax=Elementwise(made)).weight.result.op in ("sigmoid", "maximum", "tanh")
