@@ -14,6 +14,8 @@ from .problem import Problem
 from .schedules import default_schedule
 from .variant import Variant
 from .variant.describe import describe
+from .variant.summaries import table_shape
+from .variant.tiles import by_tile
 
 if TYPE_CHECKING:
     from .kernels.sm90.forward import ForwardSm90
@@ -22,16 +24,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a forward kernel will do, before anything is compiled."""
+    """What a forward kernel will do, before anything is compiled.
+
+    `trace`: a debug build that notes the key tiles it visits.
+    """
 
     variant: Variant
     problem: Problem
     schedule: Schedule
+    trace: bool = False
 
     @classmethod
-    def default(cls, variant: Variant, problem: Problem) -> Plan:
+    def default(cls, variant: Variant, problem: Problem, *, trace: bool = False) -> Plan:
         """The plan with the measured schedule for this problem."""
-        return cls(variant, problem, default_schedule(variant, problem))
+        return cls(variant, problem, default_schedule(variant, problem), trace)
+
+    @cached_property
+    def by_tile(self) -> bool:
+        """Whether the producer decides key tiles one by one and tells the consumers."""
+        return by_tile(self.variant.mask)
+
+    def table_shape(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple | None:
+        """Shape of the table that summarises captured vectors by block; None if none is needed."""
+        tile = (self.schedule.tile_m, self.schedule.tile_n)
+        return table_shape(self.variant.mask, batch, heads, seqlen_q, seqlen_k, *tile)
+
+    def visits_shape(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple:
+        """Shape of a visit trace: (batch, heads, m_blocks, n_blocks + 1)."""
+        s = self.schedule
+        return batch, heads, -(-seqlen_q // s.tile_m), -(-seqlen_k // s.tile_n) + 1
 
     @cached_property
     def kernel(self) -> ForwardSm90:
@@ -51,7 +72,8 @@ class Plan:
     @cached_property
     def key_text(self) -> str:
         """Everything that affects the code: equal text means equal code."""
-        return f"{self.problem}\n{self.schedule!r}\n{self.variant.text}"
+        traced = "\ntraces its visits" if self.trace else ""
+        return f"{self.problem}\n{self.schedule!r}\n{self.variant.text}{traced}"
 
     def __str__(self) -> str:
         kernel = self.kernel

@@ -1,20 +1,24 @@
-"""Score and mask of a variant on the elements of one score tile, and the key tiles to visit.
+"""A variant's functions on the elements of one tile, and the key tiles to visit.
 
-This is where a researcher's two functions enter the kernel: `apply` turns raw products into scores
-and sets what the mask excludes to -inf, in the registers of the accumulator.
+This is where a researcher's functions enter the kernel: `apply` turns raw products into scores (or,
+with an `Elementwise` softmax, into weights) in the registers of the accumulator and sets what the
+mask excludes to -inf (0); `finish` is the epilogue function on the output.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant
 from cutedsl_fa3.variant.bounds import QueryTile, Runs
-from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, Lowering, select, visits
+from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, Lowering, load, select, visits
+from cutedsl_fa3.variant.tiles import Scan
+
+from .softmax import OnlineSoftmax, Weights
 
 
 class Elements:
@@ -37,9 +41,12 @@ class Elements:
         self.seqlen_q, self.seqlen_k = seqlens
         uniform = {"b": head[0], "h": head[1], "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
         self.uniform, self.captures = uniform, captures
-        self.score = variant.score and Lowering(variant.score, captures, uniform)
-        self.mask = variant.mask and Lowering(variant.mask, captures, uniform)
-        self.scale_log2 = Float32(LOG2_E) if variant.score else scale * LOG2_E
+        lowered = {role: Lowering(g, captures, uniform) for role, g in variant.graphs.items()}
+        self.score, self.mask = lowered.get("score"), lowered.get("mask")
+        self.weight, self.epilogue = lowered.get("weight"), lowered.get("epilogue")
+        self.changes = self.score is not None or self.weight is not None
+        self.hidden = -Float32.inf if self.weight is None else Float32(0.0)
+        self.scale_log2 = Float32(LOG2_E) if self.changes else scale * LOG2_E
 
     @staticmethod
     def fake_captures(variant: Variant) -> tuple[cute.Tensor, ...]:
@@ -54,37 +61,91 @@ class Elements:
             for tensor in variant.captures
         )
 
-    def runs(self, m_block: Int32, tile_m: int, tile_n: int) -> Runs:
-        """The key tiles of one tile of queries: those that need the element mask, then the rest."""
+    def query_tile(self, m_block: Int32, tile_m: int) -> QueryTile:
+        """The queries of one tile, inside the sequence."""
         first = m_block * tile_m
         last = cutlass.min(first + tile_m, self.seqlen_q) - 1
-        tile = QueryTile(first, last, **self.uniform)
+        return QueryTile(first, last, **self.uniform)
+
+    def runs(self, m_block: Int32, tile_m: int, tile_n: int) -> Runs:
+        """The key tiles of one tile of queries: those that need the element mask, then the rest."""
+        tile = self.query_tile(m_block, tile_m)
         return visits(self.variant.mask, tile, tile_n, self.captures)
+
+    def scan(self, m_block: Int32, tile_m: int, tile_n: int, table: cute.Tensor | None) -> Scan:
+        """Decides key tiles one by one for one tile of queries."""
+        from cutedsl_fa3.variant.lower import scan
+
+        tile = self.query_tile(m_block, tile_m)
+        return scan(self.variant.mask, tile, m_block, tile_n, self.captures, table)
+
+    def softmax(self, rows: int) -> OnlineSoftmax | Weights:
+        """What makes weights of the scores of the rows that one thread holds."""
+        if self.weight is not None:
+            return Weights()
+        return OnlineSoftmax(rows, self.scale_log2, self.sink())
+
+    def sink(self) -> Float32 | None:
+        """This head's sink as a base-2 logarithm."""
+        number = self.variant.sink
+        if number is None:
+            return None
+        index = [self.uniform["h"]] if self.variant.captures[number].dim() else []
+        return load(self.captures[number], index, "float") * LOG2_E
 
     def apply(
         self, acc_s: cute.Tensor, places: wgmma.Places, corner: tuple[Int32, Int32], masked: bool
     ) -> None:
-        """Scores in place of raw products; with `masked`, -inf where the mask or the end says so.
+        """Scores or weights in place of raw products; with `masked`, nothing for hidden keys.
 
         Shape: acc_s (rows, cols) of this thread, at `places` within the tile whose first query and
         key are `corner`.
         """
-        if not masked and self.score is None:
+        if not masked and not self.changes:
             return
-        score_memo, mask_memo = {}, {}
+        memo: tuple[dict, dict, dict] = ({}, {}, {})
         first_q, first_k = corner[0] + places.row, corner[1] + places.col
         queries = [first_q + offset for offset in places.row_offsets]
         keys = [first_k + offset for offset in places.col_offsets]
         for c in range(len(keys)):
             for r in range(len(queries)):
                 at = {"q": queries[r], "k": keys[c], **self.uniform}
-                value = acc_s[r, c]
-                if self.score:
-                    at["score"] = value * self.scale
-                    value = self.score.at(at, r, c, score_memo)
+                value = self.changed(acc_s[r, c], at, r, c, memo)
                 if masked:
-                    visible = keys[c] < self.seqlen_k
-                    if self.mask:
-                        visible = visible & self.mask.at(at, r, c, mask_memo)
-                    value = select(visible, value, -Float32.inf)
+                    visible = self.visible(at, r, c, memo)
+                    value = select(visible, value, self.hidden)
                 acc_s[r, c] = value
+
+    def changed(self, raw: Float32, at: dict, r: int, c: int, memo: tuple) -> Float32:
+        """What the score and the weight function make of a raw product."""
+        if not self.changes:
+            return raw
+        value = raw * self.scale
+        if self.score:
+            value = self.score.at({**at, "score": value}, r, c, memo[0])
+        if self.weight:
+            value = self.weight.at({**at, "score": value}, r, c, memo[1])
+        return value
+
+    def visible(self, at: dict, r: int, c: int, memo: tuple) -> Boolean:
+        """Whether the key lies inside the sequence and the mask shows it."""
+        inside = at["k"] < self.seqlen_k
+        return inside & self.mask.at(at, r, c, memo[2]) if self.mask else inside
+
+    def finish(
+        self, acc_o: cute.Tensor, lse: list[Float32] | None, first_q: Int32, places: wgmma.Places
+    ) -> None:
+        """The epilogue function on each output element, in place.
+
+        Shape: acc_o (rows, cols) of this thread, normalised; its rows at `places` below `first_q`.
+        """
+        if self.epilogue is None:
+            return
+        memo: dict = {}
+        for c in range(cute.size(acc_o, mode=[1])):
+            for r in range(cute.size(acc_o, mode=[0])):
+                row = first_q + places.row + places.row_offsets[r]
+                at = {"o": acc_o[r, c], "q": row, **self.uniform}
+                if lse is not None:
+                    at["lse"] = lse[r]
+                acc_o[r, c] = self.epilogue.at(at, r, c, memo)

@@ -2,34 +2,30 @@
 
     role        does                                                              rings
     producer    Q once, then the visible K and V tiles, by TMA                 -> q, k, v
-    consumer    S = Q K^T -> score -> mask -> online softmax -> O += P V       <- q, k, v
-                then O / row_sum -> shared memory -> TMA store
+    consumer    S = Q K^T -> score -> mask -> softmax -> O += P V              <- q, k, v
+                then O / row_sum -> epilogue -> shared memory -> TMA store
 
     ring    carries        filled by     emptied by, one arrival a warp
     q       Q, one slot    TMA bytes     never: a CTA has one tile of queries
     k       K, stages      TMA bytes     when its S is complete
     v       V, stages      TMA bytes     when its product with P is complete
+    visits  which tile     the producer  when read; only where tiles are decided one by one
 
     barrier    threads    says
     strip      128        a warpgroup is done with its rows of Q; then, its rows of O are written
     turn       256        with pingpong: the warpgroup before has issued, the next may
 
-Shared memory holds q, k and v, and o, which takes the place of q where their sizes are the same.
+Shared memory holds q, k and v, and o, which takes the place of q where its rows fit into q's.
 
 A CTA serves tile_m queries of one head; each consumer warpgroup has 64 of them. Which key tiles are
 visited, and which of those need no element mask, is found in the mask (variant/bounds.py): every
-role computes the same runs of tiles from the same few integers, so all take the same turns. Tiles
-that need the element mask come first, in a loop of their own.
+role computes the same runs of tiles from the same few integers, so all take the same turns. Where
+the visible tiles are no runs, because they hang on the values of captured tensors or on more than
+bounds of k, the producer alone decides tile by tile (variant/tiles.py) and tells the consumers.
 
-Overlap, one consumer's view of step j (MMAs are issued, then run while the warpgroup goes on):
-
-    none      QK(j) | softmax(j) | PV(j)
-    intra     QK(j+1), PV(j) running under softmax(j+1)
-    pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
-
-Where a change goes: another score or mask is a Variant and needs no kernel code; what happens to an
-element between the two products is elements.py and softmax.py; another operand is a tile, a ring
-that carries it, and two lines in the roles.
+Where a change goes: another score, mask, softmax or epilogue is a Variant and needs no kernel code;
+what happens to an element between the two products is elements.py and softmax.py, the order of the
+products mainloop.py; another operand is a tile, a ring that carries it, and two lines in the roles.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Boolean, Int32
 
 from cutedsl_fa3.layouts import Tile, wgmma
 from cutedsl_fa3.pipelines import (
@@ -54,14 +49,17 @@ from cutedsl_fa3.pipelines import (
     TileOrder,
     Turns,
     WarpSpecialized,
+    WordRing,
+    put,
 )
-from cutedsl_fa3.pipelines.roles import WARP
+from cutedsl_fa3.pipelines.roles import WARP, first_warps
 from cutedsl_fa3.variant.bounds import Runs
 from cutedsl_fa3.variant.describe import ever_full
 
 from .elements import Elements
-from .operands import Fragments, Io, fake_args, head_of, heads_last
-from .softmax import OnlineSoftmax
+from .exact import Again, lost
+from .mainloop import END, MainLoop
+from .operands import Fragments, Io, fake_args, head_of, heads_last, rows_first
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
@@ -79,7 +77,7 @@ class Work:
     runs: Runs
 
 
-class ForwardSm90(WarpSpecialized):
+class ForwardSm90(MainLoop, WarpSpecialized):
     """Tables and roles of the forward for one plan."""
 
     arch = "sm_90a"
@@ -87,7 +85,7 @@ class ForwardSm90(WarpSpecialized):
 
     def __init__(self, plan: Plan) -> None:
         s, problem = plan.schedule, plan.problem
-        dtype, d, dv = problem.element, problem.head_dim, problem.head_dim_v
+        dtype, (d, dv) = problem.element, problem.tile_dims
         self.plan, self.schedule, self.dtype, self.head_dim_v = plan, s, dtype, dv
         self.tiles = {
             "q": Tile(s.tile_m, d, dtype),
@@ -96,13 +94,20 @@ class ForwardSm90(WarpSpecialized):
             "o": Tile(s.tile_m, dv, dtype),
         }
         self.strip = Tile(wgmma.ROWS, dv, dtype)  # the rows of O that one warpgroup stores
-        if d == dv:  # otherwise a warpgroup's rows of O would lie on another's rows of Q
+        if self.tiles["q"].holds_rows_of(self.tiles["o"]):
             self.aliases = {"o": "q"}
         self.rings = {
             "q": Ring(("q",), 1),
             "k": Ring(("k",), s.stages),
             "v": Ring(("v",), s.stages),
         }
+        if plan.by_tile:
+            self.rings["visits"] = WordRing()
+        self.summarise = None
+        if plan.table_shape(1, 1, 1, 1) is not None:
+            from .summarise import Summarise
+
+            self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
         producer, consumer = TMA_BUDGETS[s.consumers]
         self.roles = {
             "producer": Role(warps=4, registers=producer),
@@ -113,7 +118,9 @@ class ForwardSm90(WarpSpecialized):
             table["turn"] = Barrier(2 * wgmma.WARPGROUP, copies=s.consumers)
         self.barriers = Barriers(table)
         self.order = TileOrder(s.head_group)
-        self.ever_full = ever_full(plan.variant.mask)
+        self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
+        self.repairs = plan.variant.mask is not None  # only a mask hides values of a visited tile
+        self.first_consumer_thread = WARP * first_warps(self.roles)["consumer"]
 
     @property
     def key_text(self) -> str:
@@ -151,14 +158,10 @@ class ForwardSm90(WarpSpecialized):
         pv_name, pv = wgmma.instructions(s.tile_m, dv, s.tile_n, s.consumers)
         products = {qk_name: places * qk}
         products[pv_name] = products.get(pv_name, 0) + places * pv
+        loads = {"q": 1, "k": 1, "v": 2 if self.plan.by_tile else 1}  # places in the code
         rows = wgmma.ROWS_HELD  # that one thread holds, and cols of each
         cols = wgmma.ROWS * s.tile_n // (wgmma.WARPGROUP * rows)
-        return (
-            *self.common_expectations({"q": 1, "k": 1, "v": 1}, {"o": self.strip}, rank=4),
-            *(
-                Expect(name, "exactly", count, f"QK and PV, in {places} places")
-                for name, count in products.items()
-            ),
+        exponentials = (
             Expect(
                 "MUFU.EX2",
                 "at least",
@@ -166,27 +169,42 @@ class ForwardSm90(WarpSpecialized):
                 "an exponential a score, and one a row to rescale",
             ),
         )
+        return (
+            *self.common_expectations(loads, {"o": self.strip}, rank=4),
+            *(
+                Expect(name, "exactly", count, f"QK and PV, in {places} places")
+                for name, count in products.items()
+            ),
+            *(exponentials if self.plan.variant.weight is None else ()),
+        )
 
     def fake_args(self) -> tuple:
         """Stand-ins for the arguments of `host`: any lengths, heads, batch and strides."""
         captures = Elements.fake_captures(self.plan.variant) or None
-        return fake_args(self.dtype, self.tiles["q"].cols, self.head_dim_v, captures)
+        return fake_args(self.plan, captures)
 
     @cute.jit
-    def host(self, q, k, v, o, lse, captures, scale, stream):
+    def host(self, q, k, v, o, lse, captures, table, visits, scale, stream):
         """Make the tensor maps and launch a CTA for each tile of queries of each head."""
+        s = self.schedule
         q, k, v, o = (heads_last(t) for t in (q, k, v, o))
+        (seqlen_q, _, heads, batches), seqlen_k = q.shape, k.shape[0]
+        if cutlass.const_expr(self.summarise is not None):
+            self.summarise.launch(captures, table, batches, heads, seqlen_q, seqlen_k, stream)
         io = Io(
             tuple(self.tiles["q"].load_atom(q)),
             tuple(self.tiles["k"].load_atom(k)),
             tuple(self.tiles["v"].load_atom(v)),
             tuple(self.strip.store_atom(o)),
-            cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0])),
+            (q, k, v) if self.repairs else None,
+            None if lse is None else rows_first(lse),
             captures,
+            table,
+            visits,
             scale,
         )
-        m_blocks = cute.ceil_div(q.shape[0], self.schedule.tile_m)
-        tiles = self.order.tiles(m_blocks, q.shape[2] * q.shape[3])
+        m_blocks = cute.ceil_div(seqlen_q, s.tile_m)
+        tiles = self.order.tiles(m_blocks, heads * batches)
         self.launch(io, (tiles, 1, 1), stream)
 
     def work(self, io: Io) -> Work:
@@ -209,13 +227,25 @@ class ForwardSm90(WarpSpecialized):
     def producer(self, io, smem, ports, thread):
         """Q once, then K and V of the visible tiles; one warp issues all copies."""
         w = self.work(io)
-        load_q = self.load("q", head_of(io.q, w.head, w.batch), smem.q, col=0)
-        load_k = self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0)
-        load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0)
+        loads = (
+            self.load("q", head_of(io.q, w.head, w.batch), smem.q, col=0),
+            self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0),
+            self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0),
+        )
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        if warp == 0:
+            if cutlass.const_expr(self.plan.by_tile):
+                self.produce_by_tile(io, smem, ports, w, loads)
+            else:
+                self.produce_runs(ports, w, loads)
+
+    @cute.jit
+    def produce_runs(self, ports, w, loads):
+        """Load the tiles of `w.runs`."""
+        load_q, load_k, load_v = loads
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         total = w.runs.n_total
-        warp = cute.arch.make_warp_uniform(thread // WARP)
-        if warp == 0 and total > 0:
+        if total > 0:
             slot_q = ring_q.acquire_and_advance()
             load_q(w.m_block, slot_q)
             slot_q.commit()
@@ -230,118 +260,103 @@ class ForwardSm90(WarpSpecialized):
                     slot_v.commit()
 
     @cute.jit
+    def produce_by_tile(self, io, smem, ports, w, loads):
+        """Decide which tiles are visible, 32 at a time, one a lane; load them and say so.
+
+        The range is scanned twice: for tiles that need the element mask, then for full ones.
+        """
+        s = self.schedule
+        load_q, load_k, load_v = loads
+        ring_q, ring_k, ring_v, visits = ports.q, ports.k, ports.v, ports.visits
+        scan = w.elements.scan(w.m_block, s.tile_m, s.tile_n, io.table)
+        lane = cute.arch.lane_idx()
+        before = Int32(END)  # the tile whose V is still to be loaded
+        for kind in cutlass.range(2, unroll=1):
+            for base in cutlass.range(scan.first, scan.end, WARP, unroll=1):
+                visit, masked = scan.decide(base + lane)
+                mine = visit & (base + lane < scan.end) & (masked ^ Boolean(kind == 1))
+                found = cute.arch.vote_ballot_sync(mine)
+                while found != 0:
+                    n_block = base + cute.arch.popc((found & -found) - 1)
+                    found = found & (found - 1)
+                    if before == END:
+                        slot_q = ring_q.acquire_and_advance()
+                        load_q(w.m_block, slot_q)
+                        slot_q.commit()
+                    visits = put(visits, smem.visits, 2 * n_block + 1 - kind)
+                    slot_k = ring_k.acquire_and_advance()
+                    load_k(n_block, slot_k)
+                    slot_k.commit()
+                    if before != END:  # K runs one tile ahead of V
+                        slot_v = ring_v.acquire_and_advance()
+                        load_v(before, slot_v)
+                        slot_v.commit()
+                    before = n_block
+        put(visits, smem.visits, Int32(END))
+        if before != END:
+            slot_v = ring_v.acquire_and_advance()
+            load_v(before, slot_v)
+            slot_v.commit()
+
+    @cute.jit
     def consumer(self, io, smem, ports, thread):
         """Attend to the visible tiles, those that need the element mask first, and store O."""
         s = self.schedule
         w = self.work(io)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         f = Fragments(s, self.dtype, self.head_dim_v, smem, thread)
-        softmax = OnlineSoftmax(len(f.places.row_offsets), w.elements.scale_log2)
+        softmax = w.elements.softmax(len(f.places.row_offsets))
         turns = Turns(self.barriers, "turn", group) if s.pingpong else None
-        ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
-        partial, total = w.runs.n_partial, w.runs.n_total
-        if total > 0:
-            ring_q.wait_and_advance()
-            step, first = (self.overlapped, 1) if s.intra else (self.serial, 0)
-            if cutlass.const_expr(s.intra):
-                ring_k = self.first_scores(w, f, softmax, ring_k)
-            for j in cutlass.range(first, partial, unroll=1):
-                ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, j, True)
-            if cutlass.const_expr(self.ever_full):
-                for j in cutlass.range(cutlass.max(partial, first), total, unroll=1):
-                    ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, j, False)
-            if cutlass.const_expr(s.intra):
-                self.last_values(f, ring_v)
+        if cutlass.const_expr(self.plan.by_tile):
+            self.along_words(io, w, f, softmax, turns, ports, smem.visits)
+        else:
+            self.along_runs(io, w, f, softmax, turns, ports)
         self.epilogue(io, smem, w, f, softmax, thread, group)
 
     @cute.jit
-    def first_scores(self, w, f, softmax, ring_k):
-        """S and P of the first tile, which nothing overlaps."""
-        slot = ring_k.wait_and_advance()
-        acc_s = f.multiply_qk(slot)
-        warpgroup.wait_group(0)
-        slot.release()
-        if w.runs.n_partial > 0:
-            self.modify(w, f, acc_s, 0, masked=True)
-        else:
-            self.modify(w, f, acc_s, 0, masked=False)
-        softmax.step(wgmma.as_rows_cols(acc_s))
-        f.round_p(acc_s)
-        return ring_k
-
-    @cute.jit
-    def overlapped(self, w, f, softmax, turns, ring_k, ring_v, j, masked: cutlass.Constexpr):
-        """S of tile j is computed while O += P V of tile j - 1 runs."""
-        slot_k = ring_k.wait_and_advance()
-        if cutlass.const_expr(turns is not None):
-            turns.wait()
-        acc_s = f.multiply_qk(slot_k)
-        slot_v = ring_v.wait_and_advance()
-        f.multiply_pv(slot_v)
-        if cutlass.const_expr(turns is not None):
-            turns.pass_on()
-        warpgroup.wait_group(1)
-        slot_k.release()
-        self.modify(w, f, acc_s, j, masked)
-        softmax.step(wgmma.as_rows_cols(acc_s))
-        warpgroup.wait_group(0)
-        slot_v.release()
-        f.round_p(acc_s)
-        softmax.rescale(f.output)
-        return ring_k, ring_v
-
-    @cute.jit
-    def last_values(self, f, ring_v):
-        """O += P V of the last tile."""
-        slot = ring_v.wait_and_advance()
-        f.multiply_pv(slot)
-        warpgroup.wait_group(0)
-        slot.release()
-
-    @cute.jit
-    def serial(self, w, f, softmax, turns, ring_k, ring_v, j, masked: cutlass.Constexpr):
-        """S, softmax and O of tile j, one after the other."""
-        slot_k = ring_k.wait_and_advance()
-        if cutlass.const_expr(turns is not None):
-            turns.wait()
-        acc_s = f.multiply_qk(slot_k)
-        if cutlass.const_expr(turns is not None):
-            turns.pass_on()
-        warpgroup.wait_group(0)
-        slot_k.release()
-        self.modify(w, f, acc_s, j, masked)
-        softmax.step(wgmma.as_rows_cols(acc_s))
-        f.round_p(acc_s)
-        softmax.rescale(f.output)
-        slot_v = ring_v.wait_and_advance()
-        f.multiply_pv(slot_v)
-        warpgroup.wait_group(0)
-        slot_v.release()
-        return ring_k, ring_v
-
-    def modify(self, w, f, acc_s, j, masked):
-        """Score and mask of the j-th visited tile, in place."""
-        s = self.schedule
-        corner = (w.m_block * s.tile_m, w.runs.n_block(j) * s.tile_n)
-        w.elements.apply(wgmma.as_rows_cols(acc_s), f.places, corner, masked)
-
-    @cute.jit
     def epilogue(self, io, smem, w, f, softmax, thread, group):
-        """O / row_sum and LSE to global memory; each warpgroup stores its own 64 rows."""
+        """O and LSE to global memory; each warpgroup stores its own 64 rows."""
+        first_q = w.m_block * self.schedule.tile_m
         lse = softmax.finish(f.output)
+        spoilt = lost(f.output, lse) if self.repairs else []
+        w.elements.finish(f.output, lse, first_q, f.places)
         if cutlass.const_expr("o" in self.aliases):
             self.barriers["strip", group].arrive_and_wait()
         rows = cute.local_tile(smem.o, (self.strip.rows, self.strip.cols), (group, 0))
         wgmma.to_smem(f.acc_o, rows, f.pv_strip, thread % wgmma.WARPGROUP)
+        if cutlass.const_expr(self.repairs):
+            self.repair(io, w, f, rows, spoilt, lse, thread)
         cute.arch.fence_view_async_shared()
         self.barriers["strip", group].arrive_and_wait()
         if thread % wgmma.WARPGROUP < WARP:
             target = head_of(io.o, w.head, w.batch)
             block = w.m_block * self.schedule.consumers + group
             self.store(self.strip, target, rows, (block, 0))
-        lse_row = io.lse[None, w.head, w.batch]
-        for r in cutlass.range_constexpr(len(lse)):
-            offset = f.places.row + f.places.row_offsets[r]
-            row = w.m_block * self.schedule.tile_m + offset
-            if thread % 4 == 0 and row < io.lse.shape[0]:
-                lse_row[row] = lse[r]
+        if cutlass.const_expr(lse is not None):
+            lse_row = io.lse[None, w.head, w.batch]
+            for r in cutlass.range_constexpr(len(lse)):
+                row = first_q + f.places.row + f.places.row_offsets[r]
+                if thread % 4 == 0 and row < io.lse.shape[0]:
+                    lse_row[row] = lse[r]
+
+    @cute.jit
+    def repair(self, io, w, f, rows, spoilt, lse, thread):
+        """Compute rows again that a hidden value has spoilt; a warp wrote its own rows."""
+        any_row = spoilt[0]
+        for r in cutlass.range_constexpr(1, len(spoilt)):
+            any_row = any_row | spoilt[r]
+        if cute.arch.vote_any_sync(any_row):
+            cute.arch.sync_warp()
+            for r in cutlass.range_constexpr(len(spoilt)):
+                inside = f.places.row + f.places.row_offsets[r]
+                row = w.m_block * self.schedule.tile_m + inside
+                if spoilt[r] and row < w.elements.seqlen_q:
+                    out = rows[inside % wgmma.ROWS, None]
+                    self.again(io, w).row(out, row, None if lse is None else lse[r], thread)
+
+    def again(self, io: Io, w: Work) -> Again:
+        """What computes rows of this work tile again, from global memory."""
+        q = io.plain[0][None, None, w.head, w.batch]
+        k, v = (t[None, None, w.kv_head, w.batch] for t in io.plain[1:])
+        problem = self.plan.problem
+        return Again(w.elements, q, k, v, (problem.head_dim, problem.head_dim_v))

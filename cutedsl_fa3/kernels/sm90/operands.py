@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -13,13 +14,18 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutedsl_fa3.layouts import transposed, wgmma
 from cutedsl_fa3.pipelines import Schedule
 
+if TYPE_CHECKING:
+    from cutedsl_fa3.plans import Plan
+
 
 @dataclass(frozen=True)
 class Io:
     """What the kernel reads and writes.
 
-    Shape: q, k, v, o as (seqlen, head_dim, heads, batch) with their TMA atoms; lse (seqlen_q,
-    heads, batch) fp32; captures in the variant's order.
+    Shape: q, k, v, o as (seqlen, head_dim, heads, batch) with their TMA atoms; plain: q, k, v
+    without, where rows may have to be computed again; lse (seqlen_q, heads, batch) fp32, None for
+    weights without one; captures in the variant's order; table as variant/summaries.py has it;
+    visits (batch, heads, m_blocks, n_blocks + 1) in a build that traces them.
     Units: scale is natural (raw product -> score).
     """
 
@@ -27,15 +33,21 @@ class Io:
     k: tuple[cute.CopyAtom, cute.Tensor]
     v: tuple[cute.CopyAtom, cute.Tensor]
     o: tuple[cute.CopyAtom, cute.Tensor]
-    lse: cute.Tensor
-    captures: tuple[cute.Tensor, ...]
+    plain: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None
+    lse: cute.Tensor | None
+    captures: tuple[cute.Tensor, ...] | None
+    table: cute.Tensor | None
+    visits: cute.Tensor | None
     scale: Float32
 
 
-def fake_args(
-    dtype: type, head_dim: int, head_dim_v: int, captures: tuple[cute.Tensor, ...] | None
-) -> tuple:
-    """(q, k, v, o, lse, captures, scale, stream) of any lengths, heads, batch and strides."""
+def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
+    """Stand-ins for the arguments of `host`, of any lengths, heads, batch and strides.
+
+    (q, k, v, o, lse, captures, table, visits, scale, stream), None for what the plan has not.
+    """
+    problem = plan.problem
+    dtype, d, dv = problem.element, problem.head_dim, problem.head_dim_v
     aligned = 16 // (dtype.width // 8)
     batch, heads, kv_heads, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
 
@@ -43,17 +55,29 @@ def fake_args(
         strides = (*(cute.sym_int64(divisibility=aligned) for _ in range(3)), 1)
         return make_fake_tensor(dtype, (batch, seqlen, heads, dim), strides, assumed_align=16)
 
-    lse_strides = tuple(cute.sym_int64() for _ in range(3))
+    def words(dtype: type, rank: int, shape: tuple = ()) -> cute.Tensor:
+        shape = shape or tuple(cute.sym_int() for _ in range(rank))
+        strides = tuple(cute.sym_int64() for _ in range(rank))
+        return make_fake_tensor(dtype, shape, strides, assumed_align=4)
+
+    has_table = plan.table_shape(1, 1, 1, 1) is not None
     return (
-        tensor(seqlen_q, heads, head_dim),
-        tensor(seqlen_k, kv_heads, head_dim),
-        tensor(seqlen_k, kv_heads, head_dim_v),
-        tensor(seqlen_q, heads, head_dim_v),
-        make_fake_tensor(Float32, (batch, heads, seqlen_q), lse_strides, assumed_align=4),
+        tensor(seqlen_q, heads, d),
+        tensor(seqlen_k, kv_heads, d),
+        tensor(seqlen_k, kv_heads, dv),
+        tensor(seqlen_q, heads, dv),
+        words(Float32, 3, (batch, heads, seqlen_q)) if plan.variant.has_lse else None,
         captures,
+        words(Int32, 4) if has_table else None,
+        words(Int32, 4) if plan.trace else None,
         Float32(1.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
+
+
+def rows_first(lse: cute.Tensor) -> cute.Tensor:
+    """(batch, heads, seqlen_q) -> (seqlen_q, heads, batch)."""
+    return cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))
 
 
 def heads_last(t: cute.Tensor) -> cute.Tensor:

@@ -1,6 +1,6 @@
-"""Online softmax on the accumulator of one score tile.
+"""From scores to weights, on the accumulator of one score tile: two ways with the same methods.
 
-Order and units, for a row with maximum m over what has been seen:
+`OnlineSoftmax`, for a row with maximum m over what has been seen:
 
     p     = exp2(x * scale_log2 - m * scale_log2)       x: what stands in acc_s
     alpha = exp2((m_old - m) * scale_log2)              by which acc_o and row_sum shrink
@@ -9,7 +9,11 @@ Order and units, for a row with maximum m over what has been seen:
 `scale_log2` turns x into a base-2 logarithm: scale * log2(e) for raw products, so that the identity
 score costs one FMA, and log2(e) once a score function has scaled them. A row that has seen nothing
 has m = -inf; subtracting 0 instead keeps exp2(-inf) = 0 exact, so its row_sum stays 0. NaN is not
-hidden: max skips it, row_sum does not.
+hidden: max skips it, row_sum does not. A sink is one more logit that joins at the end: it takes
+weight and has no value.
+
+`Weights`, for a variant whose softmax is `Elementwise`: what stands in acc_s are the weights, and
+nothing is normalised.
 """
 
 from __future__ import annotations
@@ -26,12 +30,14 @@ CHAINS = 2  # independent maxima and sums per row, for instruction-level paralle
 class OnlineSoftmax:
     """Running maximum and sum of the rows that one thread holds.
 
-    Units: `row_max` is in units of acc_s; `row_sum` covers this thread's columns until `finish`.
+    Units: `row_max` is in units of acc_s; `row_sum` covers this thread's columns until `finish`;
+    `sink` is a base-2 logarithm, None where there is no sink.
     """
 
-    def __init__(self, rows: int, scale_log2: Float32) -> None:
+    def __init__(self, rows: int, scale_log2: Float32, sink: Float32 | None = None) -> None:
         self.rows = rows
         self.scale_log2 = scale_log2
+        self.sink = sink
         self.row_max = cute.make_rmem_tensor(rows, Float32)
         self.row_sum = cute.make_rmem_tensor(rows, Float32)
         self.alpha = cute.make_rmem_tensor(rows, Float32)
@@ -76,7 +82,9 @@ class OnlineSoftmax:
                 acc_o[r, c] = acc_o[r, c] * self.alpha[r]
 
     def finish(self, acc_o: cute.Tensor) -> list[Float32]:
-        """Divide acc_o by the row sums and return the rows' LSE (natural); empty rows: 0 and -inf.
+        """Divide acc_o by the row sums and return the rows' LSE (natural).
+
+        A row that saw nothing has output 0, and LSE -inf or its sink.
 
         Shape: acc_o (rows, cols) of this thread.
         """
@@ -87,9 +95,33 @@ class OnlineSoftmax:
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=lane)
             empty = total == 0.0
             inverse = 1.0 / total
+            origin = self.row_max[r] * self.scale_log2
+            value = origin + log2(total)
+            if self.sink is not None:
+                inverse, value = self._with_sink(origin, total)
             for c in range(cute.size(acc_o, mode=[1])):  # 0 even where a hidden value is not finite
                 acc_o[r, c] = select(empty, Float32(0.0), acc_o[r, c] * inverse)
-            log2_sum = log2(total)
-            value = (self.row_max[r] * self.scale_log2 + log2_sum) * LN_2
-            lse.append(select(empty, -Float32.inf, value))
+            alone = -Float32.inf if self.sink is None else self.sink
+            lse.append(select(empty, alone, value) * LN_2)
         return lse
+
+    def _with_sink(self, origin: Float32, total: Float32) -> tuple[Float32, Float32]:
+        """(what acc_o is multiplied by, base-2 LSE) of a row once its sink has joined."""
+        highest = cute.arch.fmax(origin, self.sink)
+        highest = select(highest == -Float32.inf, Float32(0.0), highest)
+        shrink = exp2(origin - highest)
+        joined = cute.math.fma(total, shrink, exp2(self.sink - highest))
+        return shrink / joined, highest + log2(joined)
+
+
+class Weights:
+    """Weights that a variant's function has made of the scores; no row is normalised."""
+
+    def step(self, acc_s: cute.Tensor) -> None:
+        """Nothing: acc_s holds the weights already."""
+
+    def rescale(self, acc_o: cute.Tensor) -> None:
+        """Nothing: later keys do not change the weight of earlier ones."""
+
+    def finish(self, acc_o: cute.Tensor) -> None:
+        """Nothing, and no LSE."""

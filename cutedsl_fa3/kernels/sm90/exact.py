@@ -1,0 +1,134 @@
+"""Outputs that a hidden value has spoilt, computed again from the keys that the row sees.
+
+WGMMA multiplies every value of a visited tile, and 0 * NaN is NaN: a value that is not finite, at a
+key that only some rows of the tile see, spoils its column for all of them. What is lost shows as an
+output that is not finite in a row whose sum is; such rows, rare as they are, are computed again:
+
+    the row sees a value that is not finite     the sum of those values, as IEEE has it
+    it does not, but a hidden one is            sum of p * v over the keys that it sees
+    neither                                     what the products gave
+
+The row's four threads share its columns, 8 at a time; loads are plain ones from global memory.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from cutedsl_fa3.layouts.wgmma import ROW_LANES
+from cutedsl_fa3.variant.lower import LOG2_E, exp2, select
+
+VECTOR = 8  # elements of 16 bytes
+LANES = 4  # threads that hold a row
+
+
+def lost(acc_o: cute.Tensor, lse: list[Float32] | None) -> list[Boolean]:
+    """Which of this thread's rows hold an output that is not finite, though their sum is.
+
+    Shape: acc_o (rows, cols) of this thread, normalised. All threads of a warp take part.
+    """
+    rows = []
+    for r in range(cute.size(acc_o, mode=[0])):
+        zero = Float32(0.0)
+        for c in range(cute.size(acc_o, mode=[1])):
+            zero = cute.math.fma(acc_o[r, c], Float32(0.0), zero)
+        for lane in ROW_LANES:
+            zero = zero + cute.arch.shuffle_sync_bfly(zero, offset=lane)
+        spoilt = zero != zero
+        rows.append(spoilt if lse is None else spoilt & (lse[r] == lse[r]))
+    return rows
+
+
+class Again:
+    """Computes rows of one work tile again.
+
+    Shape: q, k, v (seqlen, dim) of this head in global memory, dims in elements.
+    """
+
+    def __init__(self, elements, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dims: tuple):
+        self.elements = elements
+        self.q, self.k, self.v = q, k, v
+        self.head_dim, self.head_dim_v = dims
+
+    @cute.jit
+    def row(self, out, row, lse, thread):
+        """Write what was lost of query `row` to `out` (head_dim_v,), in shared memory."""
+        chunks = self.head_dim_v // VECTOR
+        for chunk in cutlass.range(thread % LANES, chunks, LANES, unroll=1):
+            seen, tainted = _zeros(), _zeros()
+            for key in cutlass.range(self.elements.seqlen_k, unroll=1):
+                visible = self.visible(row, key)
+                values = _vector(self.v, key, chunk)
+                for e in cutlass.range_constexpr(VECTOR):
+                    zero = values[e] * 0.0
+                    special = select(zero == zero, Float32(0.0), values[e])
+                    seen[e] = seen[e] + select(visible, special, Float32(0.0))
+                    tainted[e] = tainted[e] + select(visible, Float32(0.0), zero)
+            again = _zeros()
+            if _not_finite(tainted):
+                for key in cutlass.range(self.elements.seqlen_k, unroll=1):
+                    if self.visible(row, key):
+                        values = _vector(self.v, key, chunk)
+                        p = self.weight(row, key, lse)
+                        for e in cutlass.range_constexpr(VECTOR):
+                            again[e] = cute.math.fma(p, values[e], again[e])
+            for e in cutlass.range_constexpr(VECTOR):
+                right = again[e]
+                if cutlass.const_expr(lse is not None):
+                    right = select(seen[e] == 0.0, right, seen[e])
+                    changed = (seen[e] != 0.0) | (tainted[e] != tainted[e])
+                else:
+                    changed = tainted[e] != tainted[e]
+                if changed:
+                    right = self.finished(right, row, lse)
+                    out[chunk * VECTOR + e] = right.to(out.element_type)
+
+    def visible(self, row: Int32, key: Int32) -> Boolean:
+        """Whether query `row` sees `key`."""
+        at = {"q": row, "k": key, **self.elements.uniform}
+        return self.elements.visible(at, 0, 0, ({}, {}, {}))
+
+    @cute.jit
+    def weight(self, row, key, lse):
+        """The weight of a visible key, from its product with the query."""
+        raw = Float32(0.0)
+        for part in cutlass.range(self.head_dim // VECTOR, unroll=1):
+            a, b = _vector(self.q, row, part), _vector(self.k, key, part)
+            for e in cutlass.range_constexpr(VECTOR):
+                raw = cute.math.fma(a[e], b[e], raw)
+        at = {"q": row, "k": key, **self.elements.uniform}
+        value = self.elements.changed(raw, at, 0, 0, ({}, {}, {}))
+        if cutlass.const_expr(lse is not None):
+            value = exp2(value * self.elements.scale_log2 - lse * LOG2_E)
+        return value
+
+    def finished(self, value: Float32, row: Int32, lse: Float32 | None) -> Float32:
+        """The epilogue function on one output."""
+        if self.elements.epilogue is None:
+            return value
+        at = {"o": value, "q": row, **self.elements.uniform}
+        return self.elements.epilogue.at(at if lse is None else {**at, "lse": lse}, 0, 0, {})
+
+
+def _zeros() -> cute.Tensor:
+    values = cute.make_rmem_tensor(VECTOR, Float32)
+    values.fill(0.0)
+    return values
+
+
+def _not_finite(values: cute.Tensor) -> Boolean:
+    """Whether any of these sums of zeros is NaN."""
+    total = values[0]
+    for e in range(1, VECTOR):
+        total = total + values[e]
+    return total != total
+
+
+def _vector(rows: cute.Tensor, row: Int32, part: Int32) -> cute.Tensor:
+    """Eight neighbours of one row as fp32."""
+    source = cute.local_tile(rows, (1, VECTOR), (row, part))
+    values = cute.make_rmem_tensor(VECTOR, Float32)
+    values.store(source[0, None].load().to(Float32))
+    return values

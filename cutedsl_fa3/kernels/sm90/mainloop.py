@@ -1,0 +1,162 @@
+"""The consumers' loop over key tiles, for each overlap and both ways to learn the tiles.
+
+One consumer's view of step j (MMAs are issued, then run while the warpgroup goes on):
+
+    none      QK(j) | softmax(j) | PV(j)
+    intra     QK(j+1), PV(j) running under softmax(j+1)
+    pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
+
+Tiles that need the element mask come first, in a loop of their own. Where the visible tiles follow
+from a few integers every role computes them (`along_runs`); where the producer decides tile by tile
+the consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the last.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+from cutedsl_fa3.layouts import wgmma
+from cutedsl_fa3.pipelines import take
+
+END = -1
+
+
+class MainLoop:
+    """What `ForwardSm90.consumer` does between its first and its last key tile.
+
+    Mixed into a kernel that has `schedule`, `ever_full` and `plan`.
+    """
+
+    @cute.jit
+    def along_runs(self, io, w, f, softmax, turns, ports):
+        """Attend to the tiles of `w.runs`."""
+        s = self.schedule
+        ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
+        partial, total = w.runs.n_partial, w.runs.n_total
+        if total > 0:
+            ring_q.wait_and_advance()
+            step, first = (self.overlapped, 1) if s.intra else (self.serial, 0)
+            if cutlass.const_expr(s.intra):
+                n_block = w.runs.n_block(0)
+                self.record(io, w, 0, n_block, partial > 0)
+                ring_k = self.first_scores(w, f, softmax, ring_k, n_block, partial > 0)
+            for j in cutlass.range(first, partial, unroll=1):
+                n_block = w.runs.n_block(j)
+                self.record(io, w, j, n_block, True)
+                ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, True)
+            if cutlass.const_expr(self.ever_full):
+                for j in cutlass.range(cutlass.max(partial, first), total, unroll=1):
+                    n_block = w.runs.n_block(j)
+                    self.record(io, w, j, n_block, False)
+                    ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, False)
+            if cutlass.const_expr(s.intra):
+                self.last_values(f, ring_v)
+
+    @cute.jit
+    def along_words(self, io, w, f, softmax, turns, ports, words):
+        """Attend to the tiles that the producer names."""
+        s = self.schedule
+        ring_q, ring_k, ring_v, ring_visits = ports.q, ports.k, ports.v, ports.visits
+        ring_visits, word = take(ring_visits, words)
+        if word != END:
+            ring_q.wait_and_advance()
+            j = cutlass.Int32(0)
+            step = self.overlapped if s.intra else self.serial
+            if cutlass.const_expr(s.intra):
+                self.record(io, w, j, word // 2, word % 2 == 1)
+                ring_k = self.first_scores(w, f, softmax, ring_k, word // 2, word % 2 == 1)
+                ring_visits, word = take(ring_visits, words)
+                j += 1
+            while word != END and word % 2 == 1:
+                self.record(io, w, j, word // 2, True)
+                ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, word // 2, True)
+                ring_visits, word = take(ring_visits, words)
+                j += 1
+            while word != END:
+                self.record(io, w, j, word // 2, False)
+                ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, word // 2, False)
+                ring_visits, word = take(ring_visits, words)
+                j += 1
+            if cutlass.const_expr(s.intra):
+                self.last_values(f, ring_v)
+
+    @cute.jit
+    def first_scores(self, w, f, softmax, ring_k, n_block, masked):
+        """S and P of the first tile, which nothing overlaps."""
+        slot = ring_k.wait_and_advance()
+        acc_s = f.multiply_qk(slot)
+        warpgroup.wait_group(0)
+        slot.release()
+        if masked:
+            self.modify(w, f, acc_s, n_block, masked=True)
+        else:
+            self.modify(w, f, acc_s, n_block, masked=False)
+        softmax.step(wgmma.as_rows_cols(acc_s))
+        f.round_p(acc_s)
+        return ring_k
+
+    @cute.jit
+    def overlapped(self, w, f, softmax, turns, ring_k, ring_v, n_block, masked: cutlass.Constexpr):
+        """S of a tile is computed while O += P V of the one before runs."""
+        slot_k = ring_k.wait_and_advance()
+        if cutlass.const_expr(turns is not None):
+            turns.wait()
+        acc_s = f.multiply_qk(slot_k)
+        slot_v = ring_v.wait_and_advance()
+        f.multiply_pv(slot_v)
+        if cutlass.const_expr(turns is not None):
+            turns.pass_on()
+        warpgroup.wait_group(1)
+        slot_k.release()
+        self.modify(w, f, acc_s, n_block, masked)
+        softmax.step(wgmma.as_rows_cols(acc_s))
+        warpgroup.wait_group(0)
+        slot_v.release()
+        f.round_p(acc_s)
+        softmax.rescale(f.output)
+        return ring_k, ring_v
+
+    @cute.jit
+    def last_values(self, f, ring_v):
+        """O += P V of the last tile."""
+        slot = ring_v.wait_and_advance()
+        f.multiply_pv(slot)
+        warpgroup.wait_group(0)
+        slot.release()
+
+    @cute.jit
+    def serial(self, w, f, softmax, turns, ring_k, ring_v, n_block, masked: cutlass.Constexpr):
+        """S, softmax and O of a tile, one after the other."""
+        slot_k = ring_k.wait_and_advance()
+        if cutlass.const_expr(turns is not None):
+            turns.wait()
+        acc_s = f.multiply_qk(slot_k)
+        if cutlass.const_expr(turns is not None):
+            turns.pass_on()
+        warpgroup.wait_group(0)
+        slot_k.release()
+        self.modify(w, f, acc_s, n_block, masked)
+        softmax.step(wgmma.as_rows_cols(acc_s))
+        f.round_p(acc_s)
+        softmax.rescale(f.output)
+        slot_v = ring_v.wait_and_advance()
+        f.multiply_pv(slot_v)
+        warpgroup.wait_group(0)
+        slot_v.release()
+        return ring_k, ring_v
+
+    def modify(self, w, f, acc_s, n_block, masked):
+        """Score and mask of one tile, in place."""
+        s = self.schedule
+        corner = (w.m_block * s.tile_m, n_block * s.tile_n)
+        w.elements.apply(wgmma.as_rows_cols(acc_s), f.places, corner, masked)
+
+    @cute.jit
+    def record(self, io, w, j, n_block, masked):
+        """In a build that traces visits: note the j-th visited tile, by one thread of the CTA."""
+        if cutlass.const_expr(self.plan.trace):
+            thread, _, _ = cute.arch.thread_idx()
+            if thread == self.first_consumer_thread:
+                io.visits[w.batch, w.head, w.m_block, j] = 2 * n_block + cutlass.Int32(masked)
