@@ -182,7 +182,7 @@ class WordRing(Ring):
         roles: Mapping[str, Role],
         cluster: tuple[int, int] = (1, 1),
     ) -> PipelineAsync:
-        """Initialise the mbarriers; each lane of the producing warp arrives, no bytes are counted."""
+        """Initialise the mbarriers; every lane of the producing warp arrives, no bytes count."""
         return self.pipeline.create(
             barrier_storage=barriers,
             num_stages=self.stages,
@@ -194,7 +194,7 @@ class WordRing(Ring):
 
 @cute.jit
 def put(end, words, word):
-    """Tell the consumers a word; all lanes of the producing warp call it. Returns the ring's end."""
+    """Tell the consumers a word; all lanes of the producing warp call it and get the ring's end."""
     slot = end.acquire_and_advance()
     if cute.arch.lane_idx() == 0:
         words[slot.index] = word
