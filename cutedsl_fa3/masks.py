@@ -197,32 +197,34 @@ def packed(mask: Mask, ids: torch.Tensor, offsets: torch.Tensor) -> Mask:
 
     def local(b: Any, h: Any, q: Any, k: Any) -> Any:
         position = _position(q)
-        own, its = _entry(ids, 1, b, position), _entry(ids, 1, b, k)
-        # Shifted back, so that a mask's own alignment leads to the position in the document.
-        query = q - _entry(offsets, 1, b, own)
-        key = k - _entry(offsets, 1, b, its)
-        return (own == its) & (position >= 0) & mask(b, h, query, key)
+        own = _entry(ids, 1, b, position)
+        start = _entry(offsets, 1, b, own)
+        seen = (own == _entry(ids, 1, b, k)) & (position >= 0)
+        # Both from the start of the query's document, so that their difference is that of q and k;
+        # the mask's own alignment then leads to the position in the document.
+        return seen & mask(b, h, q - start, k - start)
 
     return local
 
 
-def spans(ids: torch.Tensor) -> Mask:
-    """A query in a span sees the whole of its span; ids below 0 are in none.
+def spans(starts: torch.Tensor, ends: torch.Tensor) -> Mask:
+    """A query at position p sees the keys from starts[p] to below ends[p].
 
-    `or_masks(causal, spans(ids))` is causal text with images that see themselves in both
-    directions.
+    `packing.span_bounds` makes both from an id for each position; `or_masks(causal, spans(...))` is
+    causal text with images that see themselves in both directions.
 
-    Shape: ids (seqlen,) or (batch, seqlen), integers.
+    Shape: (seqlen,) or (batch, seqlen), integers.
     Raises: VariantError for another type, shape or dtype.
     """
-    _ids("spans", "ids", ids)
+    _ids("spans", "starts", starts)
+    _ids("spans", "ends", ends)
 
-    def together(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def between(b: Any, h: Any, q: Any, k: Any) -> Any:
         position = _position(q)
-        own = _entry(ids, 1, b, position)
-        return (own == _entry(ids, 1, b, k)) & (own >= 0) & (position >= 0)
+        start, end = _entry(starts, 1, b, position), _entry(ends, 1, b, position)
+        return (k >= start) & (k < end) & (position >= 0)
 
-    return together
+    return between
 
 
 def tree(ends: torch.Tensor) -> Mask:

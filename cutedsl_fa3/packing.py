@@ -26,6 +26,32 @@ def document_ids(offsets: torch.Tensor, seqlen: int) -> torch.Tensor:
     return torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
 
 
+def span_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the span of each position starts and ends, int32, for `masks.spans`.
+
+    A span is a run of equal ids; ids below 0 are in none, and see nothing. Nothing waits for the
+    device.
+
+    Shape: ids (seqlen,) or (batch, seqlen), integers; starts and ends alike.
+    Raises: VariantError for another type, shape or dtype.
+    """
+    name = "packing.span_bounds"
+    arguments.tensor(name, "ids", ids, arguments.INTEGERS, "(seqlen,)", "(batch, seqlen)")
+    seqlen = ids.shape[-1]
+    positions = torch.arange(seqlen, device=ids.device, dtype=torch.int32).expand(ids.shape)
+    differs = ids[..., 1:] != ids[..., :-1]
+    edge = differs.new_ones((*ids.shape[:-1], 1))
+    first = positions.where(torch.cat((edge, differs), -1), 0).cummax(-1).values
+    last = positions.where(torch.cat((differs, edge), -1), seqlen - 1)
+    last = last.flip(-1).cummin(-1).values.flip(-1)
+    inside, end = ids >= 0, last + 1
+    # Elsewhere start and end are the nearest of a span, so that a block's range of them is small.
+    before = end.where(inside, 0).cummax(-1).values
+    after = first.where(inside, seqlen).flip(-1).cummin(-1).values.flip(-1)
+    nearest = before.where(positions - before <= after - positions, after)
+    return first.where(inside, nearest), end.where(inside, nearest)
+
+
 def tree_ends(parents: Sequence[int]) -> torch.Tensor:
     """One past the last descendant of each token, int32, for `masks.tree`.
 

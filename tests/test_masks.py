@@ -102,10 +102,6 @@ def test_documents_are_equal_ids_sorted_or_not(data, seqlen_q, seqlen_k):
     causal = masks.and_masks(masks.causal, masks.documents(batched))
     agree(causal, seqlen_q, seqlen_k, lambda p, k: same(p, k) and k <= p, b=1)
 
-    agree(
-        masks.spans(torch.tensor(ids)), seqlen_q, seqlen_k, lambda p, k: same(p, k) and ids[k] >= 0
-    )
-
     crossed = masks.documents(torch.tensor(others), torch.tensor([ids]))
     found = shown(crossed, seqlen_q, seqlen_k)
     assert found.tolist() == [[other == own for own in ids] for other in others]
@@ -133,6 +129,20 @@ def test_a_packed_mask_treats_each_document_as_if_it_were_alone(lengths, left, p
         assert torch.equal(shown(batched, total, total), expected)
         last = total // 2 + 1  # as a decoder has it that already holds the first half
         assert torch.equal(shown(mask, last, total), expected[-last:])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-2, 2), min_size=1, max_size=30), LENGTHS)
+def test_a_span_is_a_run_of_equal_ids_from_0(ids, seqlen_q):
+    def defined(p, k):
+        between = range(min(p, k), max(p, k) + 1)
+        return p >= 0 and ids[p] >= 0 and all(ids[i] == ids[p] for i in between)
+
+    starts, ends = packing.span_bounds(torch.tensor(ids))
+    assert starts.dtype == ends.dtype == torch.int32
+    agree(masks.spans(starts, ends), seqlen_q, len(ids), defined)
+    both = packing.span_bounds(torch.tensor([[9] * len(ids), ids], dtype=torch.int8))
+    agree(masks.spans(*both), seqlen_q, len(ids), defined, b=1)
 
 
 def test_a_packed_query_before_the_first_key_is_of_no_document():
@@ -280,7 +290,9 @@ FLOAT = torch.zeros(8)
         (lambda: masks.packed(masks.full, IDS, 3), r"masks\.packed: offsets is 3; valid is a"),
         (lambda: packing.document_ids(IDS, 0), r"document_ids: seqlen is 0; valid are ints from 1"),
         (lambda: packing.document_ids(IDS[None], 8), r"document_ids: offsets is int32 of shape"),
-        (lambda: masks.spans(FLOAT), r"masks\.spans: ids is float32"),
+        (lambda: masks.spans(FLOAT, IDS), r"masks\.spans: starts is float32"),
+        (lambda: masks.spans(IDS, FLOAT), r"masks\.spans: ends is float32"),
+        (lambda: packing.span_bounds(FLOAT), r"packing\.span_bounds: ids is float32"),
         (lambda: masks.tree(FLOAT), r"masks\.tree: ends is float32"),
         (lambda: packing.tree_ends([-1, 0, 0, 1]), r"the parent of token 3 is 1; valid are -1"),
         (lambda: packing.tree_ends([0]), r"the parent of token 0 is 0"),
