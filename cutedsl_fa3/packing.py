@@ -44,12 +44,9 @@ def span_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     first = positions.where(torch.cat((edge, differs), -1), 0).cummax(-1).values
     last = positions.where(torch.cat((differs, edge), -1), seqlen - 1)
     last = last.flip(-1).cummin(-1).values.flip(-1)
-    inside, end = ids >= 0, last + 1
-    # Elsewhere start and end are the nearest of a span, so that a block's range of them is small.
-    before = end.where(inside, 0).cummax(-1).values
-    after = first.where(inside, seqlen).flip(-1).cummin(-1).values.flip(-1)
-    nearest = before.where(positions - before <= after - positions, after)
-    return first.where(inside, nearest), end.where(inside, nearest)
+    # Elsewhere from the last key to the first: that widens no block's range of keys.
+    inside = ids >= 0
+    return first.where(inside, seqlen), (last + 1).where(inside, 0)
 
 
 def tree_ends(parents: Sequence[int]) -> torch.Tensor:
