@@ -18,12 +18,13 @@ from .variant.describe import most_spans
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule for head sizes up to `head_dim`, for variants that need no more than `needs`.
+    """A schedule for tiles of up to these head sizes, for variants that need no more than `needs`.
 
     `why`: TFLOP/s of this row; of other choices.
     """
 
     head_dim: int
+    head_dim_v: int
     needs: str
     tile_m: int
     tile_n: int
@@ -36,12 +37,22 @@ NEEDS = ("nothing", "uniform", "elements", "much")
 MUCH = 8  # operations on floats, beyond which a score counts as "much"
 
 TABLE = (
-    Row(64, "nothing", 192, 128, 3, "both", "549; 128 x 128 by two warpgroups: 445"),
-    Row(64, "elements", 128, 128, 2, "intra", "192 x 128 spills with captured tensors or an `or`"),
-    Row(64, "much", 128, 96, 2, "intra", "128 x 128 spills with 20 operations a score"),
-    Row(128, "uniform", 128, 128, 2, "intra", "661; tile_n 112: 605, 160: 603, 176: 232"),
-    Row(128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if the mask loads each element"),
-    Row(128, "much", 128, 96, 2, "intra", "tile_n 112 spills with 20 operations a score"),
+    Row(64, 64, "nothing", 192, 128, 3, "both", "549; 128 x 128 by two warpgroups: 445"),
+    Row(64, 64, "elements", 128, 128, 2, "intra", "192 x 128 spills with captured tensors or `or`"),
+    Row(64, 64, "much", 128, 96, 2, "intra", "128 x 128 spills with 20 operations a score"),
+    Row(96, 96, "elements", 128, 128, 2, "intra", "568; tile_n 160: 548; 192 x 80 by three: 578"),
+    Row(96, 96, "much", 128, 96, 2, "intra", "tile_n 128 spills with 20 operations a score"),
+    Row(128, 128, "uniform", 128, 128, 2, "intra", "661; tile_n 112: 605, 160: 603, 176: 232"),
+    Row(128, 128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if the mask loads elements"),
+    Row(128, 128, "much", 128, 96, 2, "intra", "tile_n 112 spills with 20 operations a score"),
+    Row(192, 128, "uniform", 128, 128, 2, "intra", "757; tile_n 112: 636, 96: 608"),
+    Row(192, 128, "elements", 128, 112, 2, "intra", ""),
+    Row(192, 128, "much", 128, 96, 2, "intra", ""),
+    Row(192, 192, "nothing", 128, 112, 2, "intra", "716; tile_n 96: 647, 64: 736 (causal less)"),
+    Row(192, 192, "elements", 128, 96, 2, "intra", ""),
+    Row(192, 192, "much", 128, 64, 2, "intra", ""),
+    Row(256, 256, "elements", 128, 80, 2, "intra", "696"),
+    Row(256, 256, "much", 128, 48, 2, "intra", ""),
 )
 
 # Heads side by side where the mask skips tiles, so that their K and V stay in L2 together: causal
@@ -56,7 +67,7 @@ def needs(variant: Variant) -> str:
     any other mask of positions, or captured tensors read once a tile. "elements": captured tensors
     read by query or key. "much": more than a few operations on floats for each score.
     """
-    graphs = [graph for graph in (variant.score, variant.mask) if graph is not None]
+    graphs = [variant.graphs[role] for role in ("score", "mask", "weight") if role in variant.graphs]
     nodes = [node for graph in graphs for node in graph.nodes]
     each = [node for node in nodes if node.depends & {"score", "q", "k"}]
     if sum(node.dtype == "float" for node in each) > MUCH:
@@ -64,14 +75,16 @@ def needs(variant: Variant) -> str:
     if any(node.op == "load" for node in each):
         return "elements"
     more = any(node.op in ("load", "or") for node in nodes) or most_spans(variant.mask) > 1
-    return "uniform" if more or variant.score is not None else "nothing"
+    changed = variant.score is not None or variant.weight is not None
+    return "uniform" if more or changed else "nothing"
 
 
 def default_schedule(variant: Variant, problem: Problem) -> Schedule:
     """The first row of the table that serves this variant and problem."""
-    widest = max(problem.head_dim, problem.head_dim_v)
+    d, dv = problem.tile_dims
     level = NEEDS.index(needs(variant))
-    row = next(r for r in TABLE if widest <= r.head_dim and level <= NEEDS.index(r.needs))
+    serving = (r for r in TABLE if d <= r.head_dim and dv <= r.head_dim_v)
+    row = next(r for r in serving if level <= NEEDS.index(r.needs))
     return Schedule(
         tile_m=row.tile_m,
         tile_n=row.tile_n,

@@ -35,6 +35,7 @@ class MainLoop:
         s = self.schedule
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         partial, total = w.runs.n_partial, w.runs.n_total
+        n_block = cutlass.Int32(0)
         if total > 0:
             ring_q.wait_and_advance()
             step, first = (self.overlapped, 1) if s.intra else (self.serial, 0)
