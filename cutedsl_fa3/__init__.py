@@ -20,7 +20,7 @@ if (_checkout / "layouts" / "__init__.py").is_file():
 if TYPE_CHECKING:
     from . import masks, reference, scores
     from .errors import LayoutError, Unsupported, VariantError
-    from .interface import attention, attention_with_lse, plan
+    from .interface import attention, attention_with_lse, plan, visits
     from .pipelines import Schedule, ScheduleError
     from .plans import Plan
     from .problem import Problem
@@ -42,6 +42,7 @@ _HOME = {
     "Variant": "variant",
     "seqlen_k": "variant",
     "seqlen_q": "variant",
+    "visits": "interface",
 }
 _NEEDS_COMPILER = ("interface", "pipelines", "plans")
 _MODULES = ("masks", "reference", "scores")
@@ -65,6 +66,7 @@ __all__ = [
     "scores",
     "seqlen_k",
     "seqlen_q",
+    "visits",
 ]
 
 

@@ -5,14 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
+if TYPE_CHECKING:
+    from pretended import Gpu
+
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A GPU that is not there, on which CPU tensors count as CUDA tensors up to the launch."""
+    from pretended import pretended_gpu
+
+    return pretended_gpu(monkeypatch)
+
 
 _left_out = pytest.StashKey[dict[str, int]]()
 

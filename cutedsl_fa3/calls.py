@@ -1,0 +1,286 @@
+"""Calls that have been checked: what is left to do each time is to allocate and to launch.
+
+A call is described by its signature: whatever the checks and the choice of a kernel depend on.
+The first call of a signature is checked, its kernel found and both kept by variant; the next one of
+the same signature starts at once. Nothing kept here holds a variant, or a tensor of the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import cache
+from .inputs import (
+    NAMES,
+    addressable,
+    check_device,
+    check_grid,
+    check_schedule,
+    check_tensors,
+    checked_scale,
+    launchable,
+)
+from .pipelines import Schedule
+from .plans import Plan
+from .problem import Problem
+from .variant import Variant
+from .variant.evaluate import evaluate
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class SlowKernel(UserWarning):
+    """A kernel is right but slower than it need be; the message says why and what to try."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A loaded kernel and what was fixed when it was compiled, apart from its variant."""
+
+    launch: Callable[..., None]
+    problem: Problem
+    schedule: Schedule
+
+
+# By variant: a variant and the tensors that it captures may be freed meanwhile, so neither keys nor
+# values refer to them.
+_launchers: weakref.WeakKeyDictionary[Variant, dict[tuple, Launcher]] = weakref.WeakKeyDictionary()
+
+current_device = torch.cuda.current_device
+empty_like = torch.empty_like
+
+
+class OnDevice:
+    """A forward on a GPU, for tensors of one shape, layout and place."""
+
+    __slots__ = ("device", "index", "launch", "lse", "out", "scale", "strides", "table",
+                 "viewed")  # fmt: skip
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, made: Launcher
+    ) -> None:
+        batch, seqlen_q, heads, head_dim = q.shape
+        plan = Plan(variant, made.problem, made.schedule)
+        check_grid(q, made.schedule.tile_m)
+        self.launch = made.launch
+        self.scale = checked_scale(None, head_dim)
+        self.device, self.index = q.device, q.device.index
+        self.out = _model((batch, seqlen_q, heads, v.shape[3]), q.dtype, q.device)
+        rows = (batch, heads, seqlen_q) if variant.has_lse else None
+        self.lse = _model(rows, torch.float32, q.device)
+        table = plan.table_shape(batch, heads, seqlen_q, k.shape[1])
+        self.table = _model(table, torch.int32, q.device)
+        taken = [addressable(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
+        as_given = all(a is b for a, b in zip(taken, (q, k, v), strict=True))
+        self.strides = None if as_given else [t.stride() for t in taken]
+        self.viewed = any(t.dtype == torch.bool or t.dim() == 0 for t in variant.captures)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        variant: Variant,
+        scale: float,
+        visits: torch.Tensor | None = None,
+    ) -> Result:
+        """Allocate, launch on the current stream of the tensors' device, return (out, lse)."""
+        out = empty_like(self.out)
+        lse = None if self.lse is None else empty_like(self.lse)
+        table = None if self.table is None else empty_like(self.table)
+        captures = variant.captures
+        if self.viewed:
+            captures = tuple([launchable(t) for t in captures])
+        if self.strides is not None:
+            q, k, v = (
+                t.as_strided(t.shape, s) for t, s in zip((q, k, v), self.strides, strict=True)
+            )
+        if current_device() == self.index:
+            self.launch(q, k, v, out, lse, captures or None, table, visits, scale)
+        else:
+            with torch.cuda.device(self.device):
+                self.launch(q, k, v, out, lse, captures or None, table, visits, scale)
+        return out, lse
+
+
+class OnCpu:
+    """The same plan, emulated."""
+
+    __slots__ = ("problem", "scale", "schedule")
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            addressable(name, t)
+        check_grid(q, plan.schedule.tile_m)
+        self.scale = checked_scale(None, q.shape[3])
+        self.problem, self.schedule = plan.problem, plan.schedule
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, scale: float
+    ) -> Result:
+        from . import emulate  # which no GPU needs
+
+        made = emulate.run(Plan(variant, self.problem, self.schedule), q, k, v, scale)
+        return made.out, made.lse
+
+
+class WithoutScores:
+    """No query, or no key that one could see: there is nothing to compile or to launch."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.scale = checked_scale(None, q.shape[3])
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, scale: float
+    ) -> Result:
+        """Rows that see no key: 0 and -inf or the sink, and what an epilogue makes of them."""
+        (batch, seqlen_q, heads, _), head_dim_v = q.shape, v.shape[3]
+        with torch.no_grad():
+            out = q.new_zeros(batch, seqlen_q, heads, head_dim_v)
+            lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=torch.float32)
+            if variant.sink is not None:
+                lse.copy_(variant.captures[variant.sink].reshape(-1, 1))
+            if variant.epilogue is not None and out.numel():
+                at = {
+                    "o": out.float(),
+                    "lse": lse.transpose(1, 2)[..., None],
+                    "b": torch.arange(batch, device=q.device).view(-1, 1, 1, 1),
+                    "h": torch.arange(heads, device=q.device).view(-1, 1),
+                    "q": torch.arange(seqlen_q, device=q.device).view(-1, 1, 1),
+                    "seqlen_q": seqlen_q,
+                    "seqlen_k": 0,
+                }
+                out.copy_(evaluate(variant.epilogue, at, variant.captures))
+        return out, lse if variant.has_lse else None
+
+
+Call = OnDevice | OnCpu | WithoutScores
+
+
+def emulated(device: torch.device) -> bool:
+    """Whether a plan is emulated there, not launched."""
+    return device.type == "cpu"
+
+
+def prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, schedule: Schedule | None
+) -> Call:
+    """Check everything about a call but its scale, and find or compile its kernel.
+
+    Raises: Unsupported, LayoutError, ScheduleError.
+    """
+    check_tensors(q, k, v, variant)
+    check_device(q, k, v, variant)
+    check_schedule(schedule)
+    if q.shape[0] * q.shape[1] * q.shape[2] == 0 or k.shape[1] == 0:
+        planned(variant, q.dtype, q.shape[3], v.shape[3], schedule).check()
+        return WithoutScores(q)
+    if emulated(q.device):
+        plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule)
+        plan.check()
+        return OnCpu(q, k, v, plan)
+    made = launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule)
+    return OnDevice(q, k, v, variant, made)
+
+
+def visited(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, schedule: Schedule | None
+) -> torch.Tensor:
+    """The key tiles that each tile of queries visits, noted by a debug build of the kernel.
+
+    Shape: int32 (batch, heads, m_blocks, n_blocks + 1), -1 after the last.
+    Raises: Unsupported, LayoutError, ScheduleError.
+    """
+    check_tensors(q, k, v, variant)
+    check_device(q, k, v, variant)
+    check_schedule(schedule)
+    kind = (variant, q.dtype, q.shape[3], v.shape[3], schedule)
+    plan = planned(*kind, trace=True)
+    plan.check()
+    sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    noted = torch.full(plan.visits_shape(*sizes), -1, dtype=torch.int32, device=q.device)
+    if 0 in sizes:
+        return noted
+    if emulated(q.device):
+        from . import emulate
+
+        return emulate.run(plan, q, k, v, checked_scale(None, q.shape[3])).visits
+    with torch.no_grad():
+        call = OnDevice(q, k, v, variant, launcher(*kind, trace=True))
+        call(q, k, v, variant, call.scale, noted)
+    return noted
+
+
+def planned(
+    variant: Variant,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    schedule: Schedule | None,
+    trace: bool = False,
+) -> Plan:
+    """The plan for tensors of this type and these sizes."""
+    problem = Problem(NAMES[dtype], head_dim, head_dim_v)
+    if schedule is None:
+        return Plan.default(variant, problem, trace=trace)
+    return Plan(variant, problem, schedule, trace)
+
+
+def launcher(
+    variant: Variant,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    schedule: Schedule | None,
+    trace: bool = False,
+) -> Launcher:
+    """The loaded kernel of a plan; compiled, or taken from the disk, the first time.
+
+    Captured tensors may have changed their types since: those choose the kernel too.
+    """
+    types = tuple(t.dtype for t in variant.captures)
+    key = (dtype, head_dim, head_dim_v, schedule, trace, types)
+    known = _launchers.setdefault(variant, {})
+    found = known.get(key)
+    if found is None:
+        plan = planned(variant, dtype, head_dim, head_dim_v, schedule, trace)
+        plan.check()
+        compiled = cache.get(plan.kernel)
+        if compiled.resources.spills and not trace:
+            _warn_of_spills(compiled.resources.spills, plan.schedule)
+        found = known[key] = Launcher(compiled.launch, plan.problem, plan.schedule)
+    return found
+
+
+def _warn_of_spills(spills: int, schedule: Schedule) -> None:
+    warnings.warn(
+        f"the kernel spills {spills} B a thread to memory, which is slow: its {schedule.tile_m} x "
+        f"{schedule.tile_n} tile leaves too few registers for this variant; try "
+        f"schedule=Schedule(..., tile_n={max(16, schedule.tile_n - 32)})",
+        SlowKernel,
+        stacklevel=7,  # the caller of attention
+    )
+
+
+@functools.cache
+def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(1, dtype=dtype, device=device)
+
+
+def _model(
+    shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """One element seen as a tensor of this shape: `empty_like` it makes a contiguous one.
+
+    That takes half the time of `torch.empty`, which parses shape, type and device at each call.
+    """
+    return None if shape is None else _element(dtype, device).expand(shape)

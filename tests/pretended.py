@@ -1,0 +1,59 @@
+"""A GPU that is not there: CPU tensors take the way of CUDA tensors up to the launch, and stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+
+from cutedsl_fa3 import cache, calls, interface
+from cutedsl_fa3.compile import Resources
+
+
+@dataclass
+class Gpu:
+    """What was compiled and launched; `fail` is raised by the next launch, `spills` is reported."""
+
+    kernels: list[Any] = field(default_factory=list)
+    launches: list[tuple[Any, ...]] = field(default_factory=list)
+    current: int | None = None  # the current device; that of CPU tensors is None
+    fail: Exception | None = None
+    spills: int = 0
+
+    def get(self, kernel: Any) -> Any:
+        """In place of `cache.get`."""
+        self.kernels.append(kernel.key_text)
+        return SimpleNamespace(launch=self.launch, resources=Resources(168, 0, self.spills, 0, 0))
+
+    def launch(self, *arguments: Any) -> None:
+        self.launches.append((self.current, *arguments))
+        if self.fail is not None:
+            raise self.fail
+
+
+class Switched:
+    """In place of `torch.cuda.device`: makes the tensors' device the current one for a while."""
+
+    def __init__(self, gpu: Gpu, device: Any) -> None:
+        self.gpu, self.device = gpu, device
+
+    def __enter__(self) -> None:
+        self.before, self.gpu.current = self.gpu.current, self.device.index
+
+    def __exit__(self, *raised: Any) -> None:
+        self.gpu.current = self.before
+
+
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """CPU tensors count as CUDA tensors; kernels are compiled and launched by this object."""
+    made = Gpu()
+    monkeypatch.setattr(cache, "get", made.get)
+    monkeypatch.setattr(interface, "_calls", WeakKeyDictionary())  # real ones are for the CPU
+    monkeypatch.setattr(calls, "_launchers", WeakKeyDictionary())
+    monkeypatch.setattr(calls, "emulated", lambda device: False)
+    monkeypatch.setattr(calls, "current_device", lambda: made.current)
+    monkeypatch.setattr(calls.torch.cuda, "device", lambda device: Switched(made, device))
+    return made

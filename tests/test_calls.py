@@ -1,0 +1,291 @@
+"""What a call costs and keeps: checked once a signature, launched at once, nothing held alive."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+
+import cutedsl_fa3 as fa3
+from cutedsl_fa3 import calls, interface
+
+Q = (2, 128, 4, 64)
+
+
+def drawn(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def by_head(*tensors):
+    def score(s, b, h, q, k):
+        for t in tensors:
+            s = s + t[h]
+        return s
+
+    return fa3.Variant(score)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Counts the calls that are checked anew."""
+    seen = []
+    prepare = interface.prepare
+    monkeypatch.setattr(interface, "prepare", lambda *a: seen.append(a[0].shape) or prepare(*a))
+    return seen
+
+
+def test_a_kernel_gets_its_arguments_in_the_order_of_its_host_function(gpu):
+    q, k, v = drawn(2, 70, 4, 64), drawn(2, 90, 2, 64), drawn(2, 90, 2, 128)
+    variant = by_head(torch.rand(4))
+    out, lse = fa3.attention_with_lse(q, k, v, variant, scale=0.5)
+    ((_, *given),) = gpu.launches
+    assert all(a is b for a, b in zip(given[:5], (q, k, v, out, lse), strict=True))
+    assert given[5:] == [variant.captures, None, None, 0.5]
+    assert out.shape == (2, 70, 4, 128) and out.dtype == torch.bfloat16 and out.is_contiguous()
+    assert lse.shape == (2, 4, 70) and lse.dtype == torch.float32 and lse.is_contiguous()
+
+
+def test_arguments_that_a_plan_has_not_are_none(gpu):
+    q = drawn(*Q)
+    fa3.attention(q, q, q, fa3.Variant(softmax=fa3.Elementwise(torch.relu)))
+    ((_, *given),) = gpu.launches
+    assert given[4:8] == [None] * 4 and given[8] == 1 / 8
+
+
+def test_a_table_of_summaries_is_made_afresh_for_each_call(gpu):
+    documents = torch.arange(128, dtype=torch.int32) // 50
+    variant = fa3.Variant(mask=lambda b, h, q, k: (documents[q] == documents[k]) & (k <= q))
+    q = drawn(*Q)
+    shape = fa3.plan(q, q, q, variant).table_shape(2, 4, 128, 128)
+    for _ in range(2):
+        fa3.attention(q, q, q, variant)
+    one, two = (launch[7] for launch in gpu.launches)
+    assert one.dtype == torch.int32 and tuple(one.shape) == shape and one.is_contiguous()
+    assert one.data_ptr() != two.data_ptr()
+
+
+def test_visits_launches_the_build_that_notes_them(gpu):
+    q = drawn(*Q)
+    schedule = fa3.Schedule(128, 64, 2, 2, "intra")
+    noted = fa3.visits(q, q, q, schedule=schedule)
+    ((_, *given),) = gpu.launches
+    assert given[7] is noted and noted.shape == (2, 4, 1, 3) and (noted == -1).all()
+    fa3.attention(q, q, q, schedule=schedule)
+    assert len(set(gpu.kernels)) == 2
+    assert gpu.launches[1][8] is None
+
+
+def test_bools_and_scalars_are_launched_as_bytes_and_vectors(gpu):
+    dropped, limit, none = torch.rand(128) < 0.5, torch.tensor(64), torch.tensor(True)
+    variant = fa3.Variant(mask=lambda b, h, q, k: ~dropped[k] & (k < limit) & none)
+    q = drawn(*Q)
+    fa3.attention(q, q, q, variant)
+    (launch,) = gpu.launches
+    for given, t in zip(launch[6], variant.captures, strict=True):
+        assert given.data_ptr() == t.data_ptr() and given.dim() == 1
+        assert given.dtype == (torch.uint8 if t.dtype == torch.bool else t.dtype)
+
+
+def test_a_call_is_checked_once_for_each_signature(gpu, checked):
+    q, slopes = drawn(*Q), torch.rand(4)
+    variant = by_head(slopes)
+    for _ in range(5):
+        fa3.attention(drawn(*Q), q, q, variant)
+        fa3.attention_with_lse(q, q, q, variant, scale=0.5)
+    assert len(checked) == len(gpu.kernels) == 1
+    assert len(gpu.launches) == 10
+
+
+DIFFERENT = {
+    "batch": lambda q: (q[:1],) * 3,
+    "queries": lambda q: (q[:, :5], q, q),
+    "keys": lambda q: (q, q[:, :5], q[:, :5]),
+    "heads": lambda q: (q, q[:, :, :2], q[:, :, :2]),
+    "strides of q": lambda q: (drawn(2, 4, 128, 64).transpose(1, 2), q, q),
+    "strides of k": lambda q: (q, drawn(2, 4, 128, 64).transpose(1, 2), q),
+    "strides of v": lambda q: (q, q, drawn(2, 4, 128, 64).transpose(1, 2)),
+    "head_dim_v": lambda q: (q, q, drawn(2, 128, 4, 128)),
+    "dtype": lambda q: (q.half(),) * 3,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_whatever_the_checks_depend_on_is_in_the_signature(gpu, checked, name):
+    q = drawn(*Q)
+    fa3.attention(q, q, q)
+    fa3.attention(*DIFFERENT[name](q))
+    fa3.attention(q, q, q, schedule=fa3.Schedule(128, 64, 2, 2, "intra"))
+    assert len(checked) == 3
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_misaligned_tensor_is_refused_after_an_aligned_one_of_its_shape(gpu, place):
+    q = drawn(*Q)
+    fa3.attention(q, q, q)
+    tensors = [q, q, q]
+    tensors[place] = drawn(q.numel() + 4)[4:].view(Q)
+    with pytest.raises(fa3.LayoutError, match="address alignment"):
+        fa3.attention(*tensors)
+
+
+def test_lengths_that_grow_need_one_kernel_and_bounded_memory(gpu, monkeypatch):
+    monkeypatch.setattr(interface, "MOST_SIGNATURES", 8)
+    variant = fa3.Variant(mask=fa3.masks.causal)
+    k = drawn(1, 100, 4, 64)
+    for length in range(1, 100):
+        fa3.attention(k[:, :1], k[:, :length], k[:, :length], variant)
+    assert len(gpu.kernels) == 1 and len(gpu.launches) == 99
+    assert len(interface._calls[variant]) <= 8
+
+
+def test_a_parameter_that_changes_its_type_gets_another_kernel(gpu):
+    parameter = torch.nn.Parameter(torch.rand(4))
+    variant, q = by_head(parameter), drawn(*Q)
+    for _ in range(2):
+        fa3.attention(q, q, q, variant)
+        parameter.data = parameter.data.half()
+        fa3.attention(q, q, q, variant)
+        parameter.data = parameter.data.float()
+    assert len(gpu.kernels) == len(set(gpu.kernels)) == 2
+    assert "t0: float32" in gpu.kernels[0] and "t0: float16" in gpu.kernels[1]
+
+
+def test_a_parameter_with_new_memory_is_launched_with_it(gpu):
+    parameter = torch.nn.Parameter(torch.rand(4))
+    variant, q = by_head(parameter), drawn(*Q)
+    fa3.attention(q, q, q, variant)
+    parameter.data = torch.rand(4)
+    fa3.attention(q, q, q, variant)
+    assert gpu.launches[1][6][0].data_ptr() == parameter.data_ptr()
+    assert gpu.launches[0][6][0] is gpu.launches[1][6][0]
+
+
+def called_once(gpu) -> list[weakref.ref]:
+    """What a call saw and made, of which only weak references are left."""
+    q, slopes, flag = drawn(*Q), torch.rand(4), torch.tensor(True)
+    variant = fa3.Variant(lambda s, b, h, q, k: s + slopes[h], lambda b, h, q, k: flag)
+    out, lse = fa3.attention_with_lse(q, q, q, variant)
+    noted = fa3.visits(q, q, q, variant)
+    gpu.launches.clear()
+    return [weakref.ref(t) for t in (q, slopes, flag, variant, out, lse, noted)]
+
+
+def test_nothing_of_a_call_outlives_it(gpu):
+    watched = called_once(gpu)
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+
+
+def test_a_cached_call_leaves_nothing_to_the_garbage_collector(gpu):
+    """Memory of a GPU must not wait for it."""
+    q, variant = drawn(*Q), by_head(torch.rand(4))
+    fa3.attention(q, q, q, variant)
+    gc.collect()
+    gc.disable()
+    try:
+        k = drawn(*Q)
+        watched = [weakref.ref(k), weakref.ref(fa3.attention(q, k, k, variant))]
+        gpu.launches.clear()
+        del k
+        assert [ref() for ref in watched] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_variant_in_the_place_of_a_freed_one_gets_its_own_kernel(gpu):
+    q = drawn(*Q)
+    for number in range(200):  # ids are used again
+        variant = fa3.Variant(mask=lambda b, h, q, k, number=number: k < number)
+        fa3.attention(q, q, q, variant)
+        del variant
+    assert len(gpu.kernels) == len(set(gpu.kernels)) == 200
+
+
+def test_the_device_is_switched_only_where_another_one_is_current(gpu, monkeypatch):
+    q, switched = drawn(*Q), []
+    device = calls.torch.cuda.device
+    monkeypatch.setattr(calls.torch.cuda, "device", lambda d: switched.append(d) or device(d))
+    fa3.attention(q, q, q)
+    assert not switched
+    gpu.current = 1
+    fa3.attention(q, q, q)
+    assert switched == [q.device] and gpu.current == 1
+    assert [launch[0] for launch in gpu.launches] == [None, None]
+
+
+def test_the_current_device_is_left_as_found_by_a_launch_that_fails(gpu):
+    q = drawn(*Q)
+    gpu.current, gpu.fail = 1, RuntimeError("launch failed")
+    with pytest.raises(RuntimeError, match="launch failed"):
+        fa3.attention(q, q, q)
+    assert gpu.current == 1
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v", "captured"])
+def test_a_gradient_is_refused_with_what_to_do_instead(gpu, place):
+    tensors = {name: drawn(*Q) for name in "qkv"} | {"captured": torch.rand(4)}
+    tensors[place].requires_grad_()
+    q, k, v, slopes = tensors.values()
+    out, lse = fa3.attention_with_lse(q, k, v, by_head(slopes))
+    assert len(gpu.launches) == 1
+    for result in (out, lse):
+        with pytest.raises(fa3.Unsupported, match=r"no backward .*reference"):
+            result.sum().backward()
+    with torch.no_grad():
+        assert not fa3.attention(q, k, v, by_head(slopes)).requires_grad
+
+
+def test_a_gradient_of_the_emulator_is_refused_in_the_same_words():
+    q = drawn(*Q).requires_grad_()
+    for variant in (None, fa3.Variant(softmax=fa3.Elementwise(torch.relu))):
+        with pytest.raises(fa3.Unsupported, match=r"no backward .*reference"):
+            fa3.attention(q, q, q, variant).sum().backward()
+
+
+def test_a_forward_mode_derivative_is_refused_not_dropped(gpu):
+    q = drawn(*Q)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(fa3.Unsupported, match=r"no forward-mode derivative.*reference"):
+            fa3.attention(dual, q, q)
+        assert fa3.attention(q, q, q).shape == Q
+
+
+def test_a_kernel_that_spills_says_why_and_what_to_try_at_the_users_line(gpu):
+    gpu.spills = 64
+    q = drawn(*Q)
+    for function in (fa3.attention, fa3.attention_with_lse):
+        variant = fa3.Variant(mask=lambda b, h, q, k: k <= q)
+        with pytest.warns(interface.SlowKernel, match=r"spills 64 B.* tile.*tile_n=") as caught:
+            function(q, q, q, variant)
+        assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 64), (2, 3, 1, 8), (1, 128, 4, 64), (3, 1, 5, 256)])
+def test_outputs_are_contiguous_whatever_their_sizes(shape):
+    model = calls._model(shape, torch.bfloat16, torch.device("cpu"))
+    assert torch.empty_like(model).stride() == torch.empty(shape).stride()
+
+
+def test_a_cached_call_takes_a_few_microseconds_before_the_launch(gpu, monkeypatch):
+    """Measured against a loop that cannot be made faster, since a machine may be slow or busy."""
+    q, tensors = drawn(*Q), [torch.rand(4) for _ in range(3)]
+    monkeypatch.setattr(gpu, "launch", lambda *arguments: None)
+    least = fastest(lambda: [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (q, q, q)])
+    for variant in (by_head(), by_head(*tensors)):
+        fa3.attention(q, q, q, variant)
+        assert fastest(lambda v=variant: fa3.attention(q, q, q, v)) < 12 * least
+
+
+def fastest(call) -> float:
+    """Seconds of a call, the fastest of many short runs."""
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        for _ in range(20):
+            call()
+        times.append((time.perf_counter() - start) / 20)
+    return min(times)
