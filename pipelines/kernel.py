@@ -189,7 +189,7 @@ class WarpSpecialized:
             exactly(f"UTMALDG.{rank}D.MULTICAST", shared, "boxes shared in the cluster, of"),
             exactly("UTMASTG", written, "TMA boxes of"),
             exactly("UTMACCTL.PF", dict.fromkeys(loads, 1), "descriptors prefetched, of"),
-            Expect("ELECT", "at least", 1, "one thread issues a TMA copy"),
+            Expect("ELECT", "at least", int(bool(loads)), "one thread issues a TMA copy"),
             exactly("SYNCS.EXCH.64", inits, "full and empty mbarriers of ring"),
             exactly("USETMAXREG.DEALLOC", fewer, f"fewer than the launch's {granted}:"),
             exactly("USETMAXREG.TRY_ALLOC", more, f"the launch's {granted} or more:"),

@@ -225,3 +225,24 @@ def test_another_dtype_than_one_of_cutlass_is_refused(dtype):
     assert str(caught.value) == (
         f"tile dtype = {dtype!r}: a cutlass type is needed, e.g. cutlass.BFloat16"
     )
+
+
+@given(tiles(), tiles())
+def test_a_tile_holds_the_rows_of_another_if_each_of_its_bytes_lies_within_the_same_row(a, b):
+    """Rows of boxes, by the address of each box's row."""
+
+    def bytes_of_row(tile: Tile, row: int) -> set[int]:
+        span = min(tile.swizzle.span, tile.row_bytes)
+        boxes = tile.row_bytes // span
+        starts = (box * tile.rows * span + row * span for box in range(boxes))
+        return {byte for start in starts for byte in range(start, start + span)}
+
+    if a.holds_rows_of(b):
+        assert all(bytes_of_row(b, row) <= bytes_of_row(a, row) for row in range(b.rows))
+
+
+def test_queries_hold_the_rows_of_outputs_that_are_no_wider():
+    q = Tile(128, 192, cutlass.BFloat16)
+    assert q.holds_rows_of(Tile(128, 128, cutlass.BFloat16))
+    assert not Tile(128, 128, cutlass.BFloat16).holds_rows_of(q)
+    assert not q.holds_rows_of(Tile(128, 96, cutlass.BFloat16))  # another swizzle

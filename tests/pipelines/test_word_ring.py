@@ -1,0 +1,104 @@
+"""Words told by one warp to all warps of a role: storage, refusals, machine code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutedsl_fa3.audit import audit
+from cutedsl_fa3.compile import compile_kernel
+from cutedsl_fa3.pipelines import Role, ScheduleError, WarpSpecialized, WordRing, put, take
+from cutedsl_fa3.pipelines.roles import WARP
+
+
+@dataclass(frozen=True)
+class Io:
+    """Numbers to tell, and where each consumer warp writes what it heard."""
+
+    said: cute.Tensor
+    heard: cute.Tensor
+
+
+class Telling(WarpSpecialized):
+    """One warp tells the numbers of a tensor, one after the other, and each consumer warp adds."""
+
+    arch, name = "sm_90a", "telling"
+    tiles = {}
+
+    def __init__(self, stages: int, consumers: int) -> None:
+        self.rings = {"numbers": WordRing(stages=stages)}
+        self.roles = {"producer": Role(warps=4), "consumer": Role(warps=4 * consumers)}
+
+    @property
+    def key_text(self) -> str:
+        return f"telling {self.rings} {self.roles}"
+
+    def expected(self):
+        return self.common_expectations({}, {})
+
+    def fake_args(self):
+        said = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=4)
+        heard = make_fake_tensor(cutlass.Int32, (cute.sym_int(), 2), (2, 1), assumed_align=4)
+        return said, heard, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+    @cute.jit
+    def host(self, said, heard, stream):
+        self.launch(Io(said, heard), (1, 1, 1), stream)
+
+    @cute.jit
+    def producer(self, io, smem, ports, thread):
+        ring = ports.numbers
+        if cute.arch.make_warp_uniform(thread // WARP) == 0:
+            for i in cutlass.range(cute.size(io.said), unroll=1):
+                ring = put(ring, smem.numbers, io.said[i])
+
+    @cute.jit
+    def consumer(self, io, smem, ports, thread):
+        ring, total, weighted = ports.numbers, cutlass.Int32(0), cutlass.Int32(0)
+        for i in cutlass.range(cute.size(io.said), unroll=1):
+            ring, word = take(ring, smem.numbers)
+            total += word
+            weighted += word * (i + 1)
+        if thread % WARP == 31:
+            io.heard[thread // WARP, 0] = total
+            io.heard[thread // WARP, 1] = weighted
+
+
+@given(st.integers(1, 9))
+def test_words_lie_behind_the_mbarriers_and_the_next_ring_begins_on_a_whole_one(stages):
+    ring = WordRing(stages=stages)
+    assert ring.barrier_bytes == 16 * stages
+    assert ring.bytes % 8 == 0 and 0 <= ring.bytes - ring.barrier_bytes - 4 * stages < 8
+
+
+def test_a_word_ring_names_no_tiles():
+    with pytest.raises(ScheduleError, match="carries words; name none"):
+        WordRing(("k",))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_a_kernel_with_a_word_ring_compiles_to_what_its_tables_promise(consumers):
+    kernel = Telling(3, consumers)
+    kernel.check()
+    report = audit(kernel, compile_kernel(kernel))
+    assert report.ok, report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_consumer_warp_hears_every_word_in_order(stages):
+    kernel = Telling(stages, 2)
+    said = torch.randint(-1000, 1000, (1000,), dtype=torch.int32, device="cuda")
+    heard = torch.zeros(8, 2, dtype=torch.int32, device="cuda")
+    compile_kernel(kernel).launch(said, heard)
+    places = torch.arange(1, 1001, device="cuda")
+    assert (heard[:, 0] == said.sum()).all()
+    assert (heard[:, 1] == (said * places).sum()).all()
