@@ -273,7 +273,7 @@ def _less(ints: Integers, a: Interval, b: Interval) -> Condition:
 
 
 def _equal(ints: Integers, a: Interval, b: Interval) -> Condition:
-    """Ranges that are one value each, the same, are equal: neither's low is below the other's high."""
+    """Two ranges are one and the same value where neither's low is below the other's high."""
     if a.most < b.least or b.most < a.least:
         return False, True
     apart = ints.or_(ints.less(a.high, b.low), ints.less(b.high, a.low))

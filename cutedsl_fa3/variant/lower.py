@@ -20,6 +20,9 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, I
 
 from .bounds import QueryTile, Runs, key_sets, visit_runs
 from .graph import LARGEST, Graph, Node, Ref
+from .ops import Range
+from .summaries import Read, per
+from .tiles import Scan
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
@@ -111,6 +114,19 @@ def _tanh(a: Float32) -> Float32:
     return select(absolute(a) < 0.04, near, far)
 
 
+def _gelu(a: Float32) -> Float32:
+    return 0.5 * a * (1.0 + cute.math.erf(a * math.sqrt(0.5)))
+
+
+def _gelu_tanh(a: Float32) -> Float32:
+    return 0.5 * a * (1.0 + _tanh(math.sqrt(2.0 / math.pi) * (a + 0.044715 * a * a * a)))
+
+
+def _softplus(a: Float32) -> Float32:
+    """log(1 + e^a), from the smaller exponential so that it overflows nowhere."""
+    return maximum(a, Float32(0.0)) + log2(1.0 + exp2(absolute(a) * -LOG2_E)) * LN_2
+
+
 def _approximate(function: Callable) -> Callable:
     return lambda a: function(a, approx=True)
 
@@ -146,6 +162,13 @@ LOWER: dict[str, Callable] = {
     "cos": _approximate(cute.math.cos),
     "tanh": _tanh,
     "sigmoid": _sigmoid,
+    "expm1": cute.math.expm1,
+    "log1p": cute.math.log1p,
+    "erf": cute.math.erf,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": lambda a: a * _sigmoid(a),
+    "softplus": _softplus,
     "floor": cute.math.floor,
     "ceil": cute.math.ceil,
     "trunc": _truncate,
@@ -317,3 +340,34 @@ def visits(
     """The key tiles that one tile of queries visits, from a few integers; see `bounds`."""
     ints = DeviceIntegers(captures, mask)
     return visit_runs(key_sets(mask, tile, ints), tile_n, tile.seqlen_k, ints)
+
+
+def table_reader(table: cute.Tensor | None, mask: Graph | None, b: Int32, h: Int32) -> Read:
+    """Reads `summaries.table_shape`'s table for one batch entry and head, blocks clamped into it.
+
+    Lanes that look past the last block read the last one, and must not use what they find.
+    """
+    batch, head = b if per(mask, "b") else 0, h if per(mask, "h") else 0
+
+    def read(i: int, block: Int32) -> Range:
+        inside = cutlass.min(block, table.shape[3] - 1)
+        low, high = (table[row, batch, head, inside] for row in (2 * i, 2 * i + 1))
+        return low, high
+
+    return read
+
+
+def scan(
+    mask: Graph | None,
+    tile: QueryTile,
+    q_block: Int32,
+    tile_n: int,
+    captures: tuple[cute.Tensor, ...],
+    table: cute.Tensor | None,
+) -> Scan:
+    """The key tiles of one tile of queries, to be decided one by one; see `tiles.Scan`.
+
+    `table` may be None where the mask has no summaries.
+    """
+    ints = DeviceIntegers(captures, mask)
+    return Scan(mask, tile, q_block, tile_n, ints, table_reader(table, mask, tile.b, tile.h))

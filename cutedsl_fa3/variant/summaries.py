@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from .evaluate import evaluate
+from .evaluate import _Reader
 from .graph import Graph, Node, Ref
 from .intervals import COMPARISONS, HIGHEST, LOGIC, LOWEST, RULES
 from .ops import Range
@@ -55,29 +55,32 @@ def _followed(mask: Graph, node: Node) -> list[int]:
     elif node.op == "load":
         known = node.depends.isdisjoint(POSITIONS)
     else:
-        known = node.dtype != "float" and (
-            node.op in RULES or node.op in LOGIC or node.op == "where"
-        )
+        ruled = node.op in RULES or node.op in LOGIC or node.op == "where"
+        known = ruled and node.dtype != "float"
     return operands if known else []
 
 
 def _is_summary(mask: Graph, number: int) -> bool:
     node = mask.nodes[number]
     one = len(node.depends & POSITIONS) == 1
-    return one and node.dtype != "float" and reads_memory(mask, number)
+    return one and node.dtype != "float" and _reads_by_position(mask, number)
 
 
-def reads_memory(graph: Graph, number: int) -> bool:
-    """Whether a node is computed from a captured tensor."""
-    seen, pending = set(), [number]
+def _reads_by_position(graph: Graph, number: int) -> bool:
+    """Whether a node is computed from elements that differ from position to position."""
+    nodes = (graph.nodes[i] for i in _needed(graph, number))
+    return any(node.op == "load" and node.depends & POSITIONS for node in nodes)
+
+
+def _needed(graph: Graph, output: int) -> set[int]:
+    """A node and all that it is computed from."""
+    found, pending = set(), [output]
     while pending:
         current = pending.pop()
-        if graph.nodes[current].op == "load":
-            return True
-        if current not in seen:
-            seen.add(current)
+        if current not in found:
+            found.add(current)
             pending += [a.id for a in graph.nodes[current].operands if isinstance(a, Ref)]
-    return False
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -94,13 +97,7 @@ def summaries(mask: Graph | None) -> tuple[Summary, ...]:
 
 def _part(graph: Graph, output: int) -> Graph:
     """The nodes that one node needs, and no others."""
-    needed, pending = set(), [output]
-    while pending:
-        current = pending.pop()
-        if current not in needed:
-            needed.add(current)
-            pending += [a.id for a in graph.nodes[current].operands if isinstance(a, Ref)]
-    numbers = {old: new for new, old in enumerate(sorted(needed))}
+    numbers = {old: new for new, old in enumerate(sorted(_needed(graph, output)))}
     nodes = []
     for old in numbers:
         node = graph.nodes[old]
@@ -112,6 +109,14 @@ def _part(graph: Graph, output: int) -> Graph:
 def per(mask: Graph | None, name: Literal["b", "h"]) -> bool:
     """Whether any summary depends on the batch entry (b) or the head (h)."""
     return any(name in s.graph.inputs for s in summaries(mask))
+
+
+class _Reader32(_Reader):
+    """Integers wrap at 32 bits, as in the kernel: the table must say what its element mask sees."""
+
+    def node(self, node: Node, operands: list[Any]) -> torch.Tensor:
+        value = super().node(node, operands)
+        return value.to(torch.int32).long() if node.dtype == "int" else value
 
 
 def table_shape(
@@ -140,6 +145,7 @@ def table_shape(
     )
 
 
+@torch.no_grad()
 def summarise(
     mask: Graph | None,
     captures: Sequence[torch.Tensor],
@@ -172,8 +178,8 @@ def summarise(
         if not length or not blocks:
             continue
         inputs[summary.position] = torch.arange(length, device=device)
-        values = evaluate(summary.graph, inputs, captures).to(torch.int32)  # wraps as int32 does
-        values = values.expand(batches, many, length)
+        values = _Reader32(inputs, captures, torch.float32, None).read(summary.graph)
+        values = values.to(torch.int32).expand(batches, many, length)
         here = -(-length // size)
         for row, extreme, empty in ((2 * i, "amin", HIGHEST), (2 * i + 1, "amax", LOWEST)):
             whole = torch.nn.functional.pad(values, (0, here * size - length), value=empty)

@@ -82,7 +82,6 @@ def all_visits(
 
 def _in_order(visited: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
     """Conditions of each key tile as a list: masked ones, others, then -1 to one more than all."""
-    n_blocks = visited.shape[-1]
     rank = torch.where(visited, torch.where(masked, 0, 1), 2)
     order = torch.argsort(rank, dim=-1, stable=True)
     entries = 2 * order + masked.gather(-1, order)
