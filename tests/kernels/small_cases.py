@@ -99,11 +99,32 @@ def everything(device: str) -> fa3.Variant:
     )
 
 
+def strided_blocks(device: str) -> fa3.Variant:
+    return fa3.Variant(mask=lambda b, h, q, k: ((k // 64) % 2 == 0) & (k <= q + 100))
+
+
+def sink(device: str) -> fa3.Variant:
+    sinks = torch.tensor([1.5, -0.5], device=device)
+    return fa3.Variant(mask=masks.causal, softmax=fa3.OnlineSoftmax(sinks))
+
+
+def sigmoid(device: str) -> fa3.Variant:
+    return fa3.Variant(mask=masks.causal, softmax=fa3.Elementwise(torch.sigmoid))
+
+
+def gated(device: str) -> fa3.Variant:
+    gates = drawn(9, 2, 400).to(device)
+    return fa3.Variant(
+        mask=masks.causal, epilogue=lambda o, lse, b, h, q: o * torch.sigmoid(gates[h, q])
+    )
+
+
 @dataclass(frozen=True)
 class Attention:
     """A forward small enough to be run instruction by instruction.
 
     Shape: `sizes` is (batch, seqlen_q, seqlen_k, heads, kv_heads).
+    `spoilt`: a key that no query sees, whose values are NaN.
     """
 
     name: str
@@ -112,6 +133,7 @@ class Attention:
     sizes: tuple[int, int, int, int, int] = TAILS
     dtype: str = "bf16"
     schedule: Schedule | None = None
+    spoilt: int | None = None
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v on the CPU."""
@@ -129,6 +151,8 @@ class Attention:
     def run(self) -> torch.Tensor:
         """The output of the GPU, on the CPU."""
         q, k, v = (t.cuda() for t in self.inputs())
+        if self.spoilt is not None:
+            v[:, self.spoilt] = torch.nan
         return fa3.attention(q, k, v, self.variant("cuda"), schedule=self.schedule).cpu()
 
     def verify(self, out: torch.Tensor) -> None:
@@ -208,6 +232,13 @@ def _attention_cases() -> list[Attention]:
         Attention("runtime scalar", runtime_scalar),
         Attention("head_dim 64, 128", head_dims=(64, 128)),
         Attention("head_dim 128, 64", head_dims=(128, 64)),
+        *(Attention(f"head_dim {d}", head_dims=(d, d)) for d in (72, 96, 192, 256)),
+        Attention("head_dim 192, 128", head_dims=(192, 128)),
+        Attention("strided blocks", strided_blocks),
+        Attention("sink", sink),
+        Attention("sigmoid", sigmoid),
+        Attention("gated", gated),
+        Attention("spoilt value", runtime_scalar, sizes=(1, 70, 150, 2, 1), spoilt=140),
         Attention("one warpgroup", schedule=Schedule(64, 64, 3, 1, "intra")),
         Attention("three warpgroups", schedule=Schedule(192, 64, 2, 3, "both")),
         Attention("grouped heads", sizes=(2, 130, 100, 6, 2)),

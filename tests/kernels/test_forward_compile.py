@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from cutedsl_fa3 import Variant, masks, scores
+from cutedsl_fa3 import Variant, configs, masks
 from cutedsl_fa3.audit import audit
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.errors import LayoutError
@@ -13,31 +12,14 @@ from cutedsl_fa3.layouts import SMEM_CAPACITY
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.schedules import TABLE, Row, default_schedule
+from cutedsl_fa3.schedules import NEEDS, TABLE, needs
 
 OVERLAPS = ("none", "intra", "pingpong", "both")
 TILES = {64: (192, 128, 3), 128: (128, 128, 2)}  # head_dim -> tile_m, tile_n, consumers
 
-SLOPES = torch.linspace(0.5, 0.1, 8)
-BIAS = torch.zeros(8, 2 * 64 + 1)
 
-
-def laborious(s, b, h, q, k):
-    """Twenty operations on floats for each score."""
-    distance = (q - k).float()
-    for rate in (0.5, 0.25, 0.125, 0.0625, 0.03125):
-        s = torch.tanh(s * rate) + distance * rate
-    return s
-
-
-# The score of a variant that needs what a row of the table is for.
-SCORES = {
-    "nothing": None,
-    "uniform": scores.alibi(SLOPES),
-    "elements": scores.relative_bias(BIAS),
-    "much": laborious,
-}
-MASKS = {"full": None, "causal": masks.causal}
+def every_fourth_block(b, h, q, k):
+    return ((k // 128) % 4 == 0) & (k <= q)
 
 
 def deepest(head_dim: int) -> int:
@@ -66,23 +48,44 @@ def assert_sound(plan: Plan) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("dtype", "mask"), [("bf16", "full"), ("bf16", "causal"), ("fp16", "causal")]
-)
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"d{row.head_dim}-{row.needs}")
-def test_every_row_of_the_schedule_table_compiles_without_spilling(row: Row, dtype, mask):
-    variant = Variant(score=SCORES[row.needs], mask=MASKS[mask])
-    problem = Problem(dtype, row.head_dim, row.head_dim)
-    schedule = default_schedule(variant, problem)
-    assert (schedule.tile_m, schedule.tile_n) == (row.tile_m, row.tile_n)
-    assert_sound(Plan(variant, problem, schedule))
+@pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
+def test_every_supported_configuration_compiles_without_spilling(plan: Plan):
+    assert_sound(plan)
+
+
+def test_every_row_of_the_schedule_table_serves_a_supported_configuration():
+    used = {(*p.problem.tile_dims, needs(p.variant)) for p in configs.configs()}
+    for row in TABLE:
+        level = NEEDS.index(row.needs)
+        assert any(
+            d <= row.head_dim and dv <= row.head_dim_v and NEEDS.index(need) <= level
+            for d, dv, need in used
+        )
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("dims", [(64, 128), (128, 64)], ids=str)
-def test_values_may_be_wider_or_narrower_than_keys(dims):
-    variant = Variant(mask=masks.causal)
-    assert_sound(Plan.default(variant, Problem("bf16", *dims)))
+@pytest.mark.parametrize("dims", [(8, 8), (72, 72), (40, 200), (248, 120)], ids=str)
+def test_head_sizes_between_the_native_ones_compile_in_their_tiles(dims):
+    assert_sound(Plan.default(Variant(mask=masks.causal), Problem("bf16", *dims)))
+
+
+@pytest.mark.compile
+def test_a_build_that_traces_its_visits_is_another_kernel():
+    problem, variant = Problem("bf16", 64, 64), Variant(mask=masks.causal)
+    traced = Plan.default(variant, problem, trace=True)
+    assert traced.key_text != Plan.default(variant, problem).key_text
+    assert_sound(traced)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("head_dim", TILES)
+def test_tiles_decided_one_by_one_compile_with_every_overlap(head_dim, overlap):
+    tile_m, tile_n, consumers = TILES[head_dim]
+    schedule = Schedule(tile_m, tile_n - 32, 2, consumers, overlap)
+    plan = Plan(Variant(mask=every_fourth_block), Problem("bf16", head_dim, head_dim), schedule)
+    assert plan.by_tile
+    assert_sound(plan)
 
 
 @pytest.mark.compile

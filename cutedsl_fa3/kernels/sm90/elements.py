@@ -15,7 +15,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant
 from cutedsl_fa3.variant.bounds import QueryTile, Runs
-from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, Lowering, load, select, visits
+from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, Lowering, load, scan, select, visits
 from cutedsl_fa3.variant.tiles import Scan
 
 from .softmax import OnlineSoftmax, Weights
@@ -74,8 +74,6 @@ class Elements:
 
     def scan(self, m_block: Int32, tile_m: int, tile_n: int, table: cute.Tensor | None) -> Scan:
         """Decides key tiles one by one for one tile of queries."""
-        from cutedsl_fa3.variant.lower import scan
-
         tile = self.query_tile(m_block, tile_m)
         return scan(self.variant.mask, tile, m_block, tile_n, self.captures, table)
 

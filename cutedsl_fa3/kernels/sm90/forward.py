@@ -269,12 +269,13 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         load_q, load_k, load_v = loads
         ring_q, ring_k, ring_v, visits = ports.q, ports.k, ports.v, ports.visits
         scan = w.elements.scan(w.m_block, s.tile_m, s.tile_n, io.table)
+        first, end, decide = scan.first, scan.end, scan.decide
         lane = cute.arch.lane_idx()
         before = Int32(END)  # the tile whose V is still to be loaded
         for kind in cutlass.range(2, unroll=1):
-            for base in cutlass.range(scan.first, scan.end, WARP, unroll=1):
-                visit, masked = scan.decide(base + lane)
-                mine = visit & (base + lane < scan.end) & (masked ^ Boolean(kind == 1))
+            for base in cutlass.range(first, end, WARP, unroll=1):
+                visit, masked = decide(base + lane)
+                mine = visit & (base + lane < end) & (masked ^ Boolean(kind == 1))
                 found = cute.arch.vote_ballot_sync(mine)
                 while found != 0:
                     n_block = base + cute.arch.popc((found & -found) - 1)
