@@ -81,16 +81,13 @@ class Plan:
         lines += [f"  {line}" for line in self.variant.text.splitlines()]
         lines += ["", f"visits   {describe(self.variant.mask)}"]
         lines += [f"aligned  {_alignment(self.variant)}"]
-        lines += ["softmax  online, base 2; LSE natural; empty rows give 0 and -inf"]
+        lines += [f"softmax  {_softmax(self.variant)}"]
         lines += [f"schedule {self.schedule}, {kernel.order}", "", "tiles"]
         lines += [f"  {name:4} {tile}" for name, tile in kernel.tiles.items()]
         lines += ["", "shared memory", *_indented(kernel.smem), "", "rings"]
         for name, ring in kernel.rings.items():
-            arrivals = ring.arrivals(kernel.roles, kernel.cluster)
-            lines.append(
-                f"  {name:4} {ring.producer} -> {ring.consumer}: {ring.stages} slots, full at "
-                f"{ring.transaction_bytes(kernel.tiles)} B, empty at {arrivals} arrivals"
-            )
+            text = ring.describe(kernel.tiles, kernel.roles, kernel.cluster)
+            lines.append(f"  {name:6} {text}")
         lines += ["", "roles"]
         lines += [
             f"  {name:9} {role.warps} warps, {role.registers} registers a thread"
@@ -98,7 +95,15 @@ class Plan:
         ]
         lines += [f"  named barriers: {kernel.barriers}", "", "expected instructions"]
         lines += [f"  {claim}" for claim in kernel.expected()]
+        lines += ["", f"kernel   {self.why}"]
         return "\n".join(lines)
+
+    @property
+    def why(self) -> str:
+        """Where the kernel comes from, or why it will be compiled (anew)."""
+        from . import cache
+
+        return cache.explain(self.kernel)
 
 
 def _alignment(variant: Variant) -> str:
@@ -108,6 +113,20 @@ def _alignment(variant: Variant) -> str:
     if {"seqlen_q", "seqlen_k"} <= variant.mask.inputs:
         return "by the lengths, which the mask reads (bottom-right in cutedsl_fa3.masks)"
     return "by raw indices: query 0 meets key 0 (top-left)"
+
+
+def _softmax(variant: Variant) -> str:
+    """How scores become weights, and what a row that sees nothing gives."""
+    if variant.weight is not None:
+        text = "element by element, nothing is normalised; no LSE; empty rows give 0"
+    elif variant.sink is not None:
+        text = (
+            f"online, base 2, with the sink t{variant.sink} as one more logit; LSE natural; empty "
+            "rows give 0 and the sink"
+        )
+    else:
+        text = "online, base 2; LSE natural; empty rows give 0 and -inf"
+    return text + ("; then the epilogue" if variant.epilogue is not None else "")
 
 
 def _indented(text: object) -> list[str]:

@@ -114,6 +114,18 @@ class Ring:
         """Arrivals that empty a slot: a warp of the consumers signals each partner once."""
         return roles[self.consumer].warps * self.partners(cluster)
 
+    def describe(
+        self,
+        tiles: Mapping[str, Tile],
+        roles: Mapping[str, Role],
+        cluster: tuple[int, int] = (1, 1),
+    ) -> str:
+        """Who hands how much to whom, in a line."""
+        return (
+            f"{self.producer} -> {self.consumer}: {self.stages} slots, full at "
+            f"{self.transaction_bytes(tiles)} B, empty at {self.arrivals(roles, cluster)} arrivals"
+        )
+
     @property
     def barrier_bytes(self) -> int:
         """Shared memory of the full and empty mbarriers."""
@@ -169,6 +181,18 @@ class WordRing(Ring):
         """Shared memory of the mbarriers and, in whole mbarriers' sizes, of the words."""
         words = -(-self.stages * WORD_BYTES // BARRIER_BYTES) * BARRIER_BYTES
         return self.barrier_bytes + words
+
+    def describe(
+        self,
+        tiles: Mapping[str, Tile],
+        roles: Mapping[str, Role],
+        cluster: tuple[int, int] = (1, 1),
+    ) -> str:
+        """Who hands how much to whom, in a line."""
+        return (
+            f"{self.producer} -> {self.consumer}: {self.stages} slots of a word, full at {WARP} "
+            f"arrivals, empty at {self.arrivals(roles, cluster)} arrivals"
+        )
 
     def words(self, barriers: cute.Pointer) -> cute.Tensor:
         """The words (stages,), of the ring whose mbarriers begin at this byte address."""

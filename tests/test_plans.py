@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from cutedsl_fa3 import Variant, masks, scores
+from cutedsl_fa3 import Elementwise, OnlineSoftmax, Variant, masks, scores
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
@@ -81,3 +81,37 @@ def test_the_plan_prints_variant_tiles_rings_roles_and_expectations():
     page = str(Plan.default(Variant(scores.alibi(slopes), masks.causal), PROBLEM))
     for piece in ("t0: float32[?]", "visits", "shared memory", "24 registers", "UTMALDG", "HGMMA"):
         assert piece in page
+
+
+def test_the_plan_says_how_scores_become_weights():
+    sink = torch.zeros(4)
+    pages = {
+        "-inf": Variant(),
+        "the sink t0 as one more logit": Variant(softmax=OnlineSoftmax(sink)),
+        "no LSE": Variant(softmax=Elementwise(torch.relu)),
+        "then the epilogue": Variant(epilogue=lambda o, lse, b, h, q: o * lse),
+    }
+    for words, variant in pages.items():
+        assert words in str(Plan.default(variant, PROBLEM))
+
+
+def test_the_plan_says_why_its_kernel_will_be_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTEDSL_FA3_CACHE", str(tmp_path))
+    plan = Plan.default(Variant(scores.softcap(12.5)), PROBLEM)
+    assert plan.why.startswith("will be compiled")
+    assert str(plan).endswith(plan.why)
+
+
+def test_a_plan_whose_tiles_are_decided_one_by_one_has_a_ring_of_words_and_a_table():
+    documents = torch.arange(100) // 10
+    plan = Plan.default(Variant(mask=lambda b, h, q, k: documents[q] == documents[k]), PROBLEM)
+    assert plan.by_tile and "slots of a word" in str(plan)
+    rows, batch, heads, blocks = plan.table_shape(3, 5, 1000, 700)
+    assert (rows, batch, heads) == (4, 1, 1)
+    assert blocks == max(-(-1000 // plan.schedule.tile_m), -(-700 // plan.schedule.tile_n))
+    plain = Plan.default(Variant(mask=masks.causal), PROBLEM)
+    assert not plain.by_tile and plain.table_shape(3, 5, 1000, 700) is None
+
+
+def test_a_trace_of_visits_is_in_the_key():
+    assert Plan.default(Variant(), PROBLEM, trace=True).key_text != key()
