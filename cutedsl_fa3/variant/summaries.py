@@ -3,12 +3,15 @@
 A mask such as `doc[q] == doc[k]` compares functions of one position. Their smallest and largest
 values over a block of positions are few numbers, found in one pass; `tiles.py` puts them to the
 mask in place of every element. What is computed here is int32, as in the kernel.
+
+Where the mask asks for such an equality, the block's other values are also kept for its first and
+last document alone: `(doc[q] == doc[k]) & (start[q] >= start[k])` compares within one document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -19,16 +22,22 @@ from .graph import Graph, Node, Ref
 from .intervals import COMPARISONS, HIGHEST, LOGIC, LOWEST, RULES
 from .ops import Range
 
+End = Literal["low", "high"]
 POSITIONS = frozenset({"q", "k"})
 
 
 @dataclass(frozen=True)
 class Summary:
-    """An integer or condition (as 0 or 1) of the mask: `graph` computes node `node`."""
+    """An integer or condition (as 0 or 1) of the mask: `graph` computes node `node`.
+
+    With `given` (summary number, end), only positions count at which that summary, of the same
+    position, has the value at this end of its range in the block.
+    """
 
     node: int
     position: Literal["q", "k"]
     graph: Graph = field(repr=False, compare=False)
+    given: tuple[int, End] | None = None
 
 
 @lru_cache(maxsize=256)
@@ -85,14 +94,42 @@ def _needed(graph: Graph, output: int) -> set[int]:
 
 @lru_cache(maxsize=256)
 def summaries(mask: Graph | None) -> tuple[Summary, ...]:
-    """The largest parts of a mask that read memory by exactly one of q and k, in node order."""
+    """The largest parts of a mask that read memory by exactly one of q and k, in node order.
+
+    Behind them, where the mask asks for an equality of two, what the others are at its ends.
+    """
     if mask is None:
         return ()
-    return tuple(
+    found = [
         Summary(i, "q" if "q" in mask.nodes[i].depends else "k", _part(mask, i))
         for i in reached(mask)
         if _is_summary(mask, i)
-    )
+    ]
+    pair = _equality(mask, {summary.node: i for i, summary in enumerate(found)})
+    for summary in [s for i, s in enumerate(found) if pair and i not in pair]:
+        key = next(i for i in pair if found[i].position == summary.position)
+        found += [replace(summary, given=(key, end)) for end in ("low", "high")]
+    return tuple(found)
+
+
+def equality(mask: Graph | None) -> tuple[int, int] | None:
+    """Of two summaries that are equal wherever the mask shows a key, the numbers: of q, of k."""
+    whole = [s for s in summaries(mask) if s.given is None]
+    return mask and _equality(mask, {summary.node: i for i, summary in enumerate(whole)})
+
+
+def _equality(mask: Graph, numbers: dict[int, int]) -> tuple[int, int] | None:
+    pending = [mask.output]
+    while pending:
+        node = mask.nodes[pending.pop()]
+        operands = [a.id for a in node.operands if isinstance(a, Ref)]
+        if node.op == "and":
+            pending += reversed(operands)
+        elif node.op == "eq" and len(operands) == 2 and all(i in numbers for i in operands):
+            if mask.nodes[operands[0]].dtype == "int":
+                of_q, of_k = sorted(operands, key=lambda i: "k" in mask.nodes[i].depends)
+                return numbers[of_q], numbers[of_k]
+    return None
 
 
 def _part(graph: Graph, output: int) -> Graph:
@@ -164,7 +201,7 @@ def summarise(
     if shape is None:
         return None
     device = captures[0].device
-    _, batches, many, blocks = shape
+    _, batches, many, _ = shape
     table = torch.empty(shape, dtype=torch.int32, device=device)
     table[0::2], table[1::2] = HIGHEST, LOWEST
     inputs: dict[str, Any] = {
@@ -173,18 +210,21 @@ def summarise(
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,
     }
+    found: list[torch.Tensor] = []  # each summary's values, as blocks of positions
     for i, summary in enumerate(summaries(mask)):
         size, length = (tile_m, seqlen_q) if summary.position == "q" else (tile_n, seqlen_k)
-        if not length or not blocks:
-            continue
-        inputs[summary.position] = torch.arange(length, device=device)
-        values = _Reader32(inputs, captures, torch.float32, None).read(summary.graph)
-        values = values.to(torch.int32).expand(batches, many, length)
         here = -(-length // size)
-        for row, extreme, empty in ((2 * i, "amin", HIGHEST), (2 * i + 1, "amax", LOWEST)):
-            whole = torch.nn.functional.pad(values, (0, here * size - length), value=empty)
-            found = getattr(whole.unflatten(-1, (here, size)), extreme)(-1)
-            table[row, :, :, :here] = found
+        inputs[summary.position] = torch.arange(here * size, device=device)
+        values = _Reader32(inputs, captures, torch.float32, None).read(summary.graph)
+        values = values.to(torch.int32).expand(batches, many, -1).unflatten(-1, (here, size))
+        found.append(values)
+        counts = (inputs[summary.position] < length).unflatten(-1, (here, size))
+        if summary.given is not None:
+            key, end = summary.given
+            extreme = table[2 * key + (end == "high"), :, :, :here, None]
+            counts = counts & (found[key] == extreme)
+        table[2 * i, :, :, :here] = torch.where(counts, values, HIGHEST).amin(-1)
+        table[2 * i + 1, :, :, :here] = torch.where(counts, values, LOWEST).amax(-1)
     return table
 
 

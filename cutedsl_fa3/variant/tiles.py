@@ -20,7 +20,7 @@ from .graph import Graph, Node, Ref
 from .intervals import COMPARISONS, LOGIC, UNKNOWN, Condition, Interval
 from .keys import QueryTile, Span, key_sets
 from .ops import Integers, Range
-from .summaries import Read, reached, summaries
+from .summaries import Read, equality, reached, summaries
 
 Ranges = Callable[[int], Range]  # summary number -> its smallest and largest value in the tile
 
@@ -42,15 +42,45 @@ class _Evaluation:
 
     def __init__(self, mask: Graph, tile: QueryTile, ints: Integers, ranges: Ranges) -> None:
         self.mask, self.tile, self.ints = mask, tile, ints
-        self.numbers = {summary.node: i for i, summary in enumerate(summaries(mask))}
+        found = summaries(mask)
+        self.numbers = {s.node: i for i, s in enumerate(found) if s.given is None}
+        self.pair = equality(mask)
+        self.given = {(s.node, s.given[1]): i for i, s in enumerate(found) if s.given is not None}
+        self.of_query = {i: ranges(i) for i, s in enumerate(found) if s.position == "q"}
         self.on_keys = [i for i in reached(mask) if "k" in mask.nodes[i].depends]
         self.known: dict[int, Any] = {}
         others = (i for i in reached(mask) if "k" not in mask.nodes[i].depends)
-        self.computed(others, self.known, (None, None), ranges)
+        self.computed(others, self.known, (None, None), self.of_query.__getitem__)
 
     def of_keys(self, k0: Any, k1: Any, ranges: Ranges) -> Condition:
-        values = self.computed(self.on_keys, dict(self.known), (k0, k1), ranges)
-        return values[self.mask.output]
+        of_key = {i: ranges(i) for i, s in enumerate(summaries(self.mask)) if s.position == "k"}
+        both = {**self.of_query, **of_key}
+        values = self.computed(self.on_keys, dict(self.known), (k0, k1), both.__getitem__)
+        possible, hidden = values[self.mask.output]
+        if self.given:
+            narrow = self.narrowed(both)
+            values = self.computed(reached(self.mask), {}, (k0, k1), narrow.__getitem__)
+            possible = self.ints.and_(possible, values[self.mask.output][0])
+        return possible, hidden
+
+    def narrowed(self, ranges: dict[int, Range]) -> dict[int, Range]:
+        """The summaries' ranges over positions at which the equality that the mask asks for holds.
+
+        They are known where the two ranges share one value that is an end of a block's range.
+        """
+        assert self.pair is not None
+        ints, (of_q, of_k) = self.ints, (ranges[i] for i in self.pair)
+        low, high = ints.maximum(of_q[0], of_k[0]), ints.minimum(of_q[1], of_k[1])
+        one = ints.not_(ints.less(low, high))
+        narrow = dict(ranges)
+        for (node, end), i in self.given.items():
+            of_query = "q" in self.mask.nodes[node].depends
+            mine = of_q if of_query else of_k
+            inside = ints.less(high, mine[1]) if end == "high" else ints.less(mine[0], low)
+            at_end, whole = ints.and_(one, ints.not_(inside)), self.numbers[node]
+            ends = zip(ranges[i], narrow[whole], strict=True)
+            narrow[whole] = tuple(ints.where(at_end, a, b) for a, b in ends)
+        return narrow
 
     def computed(
         self, numbers: Iterable[int], values: dict[int, Any], keys: Range, ranges: Ranges

@@ -30,7 +30,7 @@ FOUND = {
     "a condition of one position": (lambda b, h, q, k: (DOC[k] > 0) & (k <= q), "k"),
     "bools": (lambda b, h, q, k: FLAGS[q] | (k <= q), "q"),
     "a whole mask of one position": (lambda b, h, q, k: FLAGS[k] & (k > 3), "k"),
-    "positions inside documents": (packed, "qkqk"),
+    "positions inside documents": (packed, "qkqk" + "qqkk"),
     "floats compared at one position": (lambda b, h, q, k: (FLOATS[q] > 0) & (k <= q), "q"),
     "floats compared across positions": (lambda b, h, q, k: FLOATS[q] > FLOATS[k], ""),
     "sums across positions": (lambda b, h, q, k: DOC[q] * 2 + DOC[k] > k - q, "qk"),
@@ -42,6 +42,28 @@ FOUND = {
 def test_summaries_are_the_largest_parts_that_read_memory_by_one_position(name):
     mask, positions = FOUND[name]
     assert "".join(s.position for s in summaries(Variant(mask=mask).mask)) == positions
+
+
+def test_beside_an_equality_the_others_are_kept_for_its_ends_alone():
+    variant = Variant(mask=packed)
+    found = summaries(variant.mask)
+    assert [s.given for s in found] == [None] * 4 + [
+        (key, end) for key in (0, 1) for end in ("low", "high")
+    ]
+    table = summarise(variant.mask, variant.captures, *SIZES)
+    # Queries 0-3 lie in documents 0, 0, 3, 1, at 0, 1, 2 - 4 and 3 - 5.
+    assert table[0:2, 0, 0, 0].tolist() == [0, 3]
+    inside, first, last = (table[2 * i : 2 * i + 2, 0, 0, 0].tolist() for i in (2, 4, 5))
+    assert (inside, first, last) == ([-2, 1], [0, 1], [-2, -2])
+
+
+def test_only_an_equality_that_every_visible_key_fulfils_counts():
+    for mask in (
+        lambda b, h, q, k: (DOC[q] == DOC[k]) | (OFFSETS[q] > OFFSETS[k]),
+        lambda b, h, q, k: (DOC[q] != DOC[k]) & (OFFSETS[q] > OFFSETS[k]),
+        lambda b, h, q, k: (DOC[q] == k) & (OFFSETS[q] > OFFSETS[k]),
+    ):
+        assert all(s.given is None for s in summaries(Variant(mask=mask).mask))
 
 
 def table_of(mask, *sizes) -> tuple[Variant, torch.Tensor]:

@@ -216,6 +216,26 @@ def test_no_visible_tile_is_left_out_and_no_hidden_element_goes_unmasked(mask, s
 
 
 @given(
+    keys=st.tuples(VECTORS, VECTORS),
+    vectors=st.tuples(VECTORS, VECTORS, VECTORS),
+    compare=COMPARE,
+    seqlens=st.tuples(st.integers(1, LENGTH), st.integers(1, LENGTH)),
+)
+@settings(max_examples=100, deadline=None)
+def test_values_at_the_ends_of_an_equality_leave_no_visible_tile_out(
+    keys, vectors, compare, seqlens
+):
+    a, b, c = vectors
+
+    def packed(b_, h, q, k):
+        inside = compare(q - a[keys[0][q]], k - b[k]) | (c[k] == 3)
+        return (keys[0][q] == keys[1][k]) & inside
+
+    assert len(summaries(Variant(mask=packed).mask)) == 11
+    check(Variant(mask=packed), seqlens, 16, 16)
+
+
+@given(
     op=st.sampled_from(["add", "sub", "mul", "neg", "abs", "bit_or", "bit_xor", "bit_and", "shl"]),
     data=st.data(),
 )
