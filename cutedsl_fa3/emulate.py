@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 import torch
 
+from .errors import Unsupported
+from .inputs import addressable, check_device, checked_scale
 from .pipelines import Schedule
 from .plans import Plan
 from .variant import Variant
@@ -65,10 +67,15 @@ def attention_with_visits(
     Units: scale is natural; default 1 / sqrt(head_dim).
     Raises: Unsupported, LayoutError, ScheduleError, VariantError.
     """
-    from . import interface
+    from .interface import plan  # which imports this module
 
-    made = interface.plan(q, k, v, variant, schedule=schedule)
-    return run(made, q, k, v, interface.checked_scale(scale, q.shape[3]))
+    made = plan(q, k, v, variant, schedule=schedule)
+    if q.device.type != "cpu":
+        raise Unsupported(f"q is on {q.device}: the CPU is needed; `visits` takes GPU tensors")
+    check_device(q, k, v, made.variant)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        addressable(name, t)
+    return run(made, q, k, v, checked_scale(scale, q.shape[3]))
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twin_cases import BATCH, HEADS, KV_HEADS, drawn, exact, plain, variants
 
+import cutedsl_fa3 as fa3
 from cutedsl_fa3 import (
     Elementwise,
     OnlineSoftmax,
@@ -424,6 +425,19 @@ def test_the_public_function_checks_its_arguments():
         emulate.attention_with_visits(q, k, v, scale=NAN)
     with pytest.raises(ValueError, match="k head_dim"):
         emulate.attention_with_visits(q, k[..., :32], v)
+    with pytest.raises(ValueError, match="v has stride 2 along head_dim"):
+        emulate.attention_with_visits(q, k, drawn(1, 10, 10, 2, 2, 128)[2][..., ::2])
+
+
+@pytest.mark.parametrize("name", ["plain", "alibi", "sink", "relu weights", "gated output"])
+def test_attention_on_cpu_tensors_is_the_twin(name):
+    q, k, v = drawn(BATCH, 100, 200, HEADS, KV_HEADS, 64)
+    twin = emulate.attention_with_visits(q, k, v, VARIANTS[name], scale=0.2)
+    assert torch.equal(fa3.attention(q, k, v, VARIANTS[name], scale=0.2), twin.out)
+    assert torch.equal(fa3.visits(q, k, v, VARIANTS[name]), twin.visits)
+    if twin.lse is not None:
+        lse = fa3.attention_with_lse(q, k, v, VARIANTS[name], scale=0.2)[1]
+        assert torch.equal(lse, twin.lse)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -38,6 +39,7 @@ def drawn(
     return q, k, v
 
 
+@functools.cache
 def variants(device: str = "cpu") -> dict[str, Variant]:
     """One variant of every kind, for HEADS heads, BATCH batch entries, lengths up to LONGEST."""
     generator = torch.Generator().manual_seed(0)
