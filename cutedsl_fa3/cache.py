@@ -1,30 +1,29 @@
 """Compiled kernels, found again: in this process by a dict lookup, in the next one from disk.
 
-The key of an entry is a hash of everything that affects its code: the kernel's printed plan, the
-architecture, the compiler, and the source text of this package and of the kernel's class. An entry
-is a folder named by the key:
+The key of an entry is a hash of everything that affects its code (`why.Identity`): the kernel's
+printed plan, the architecture, the compiler, and the source text of this package and of the
+kernel's class. An entry is a folder named by the key:
 
     <root>/<key>/kernel.o  kernel.cubin  meta.json     (meta.json holds checksums of all three)
 
 Entries are written beside their place and renamed into it, so a reader never sees half of one; an
-entry whose checksums do not agree is built again. `root` is $CUTEDSL_FA3_CACHE, or a folder of the
-user's cache directory; where it cannot be written the cache lives in memory, after one warning.
+entry whose checksums do not agree is built again. meta.json holds the identity too, so that
+`explain` can say what is different where a kernel has to be compiled. `root` is $CUTEDSL_FA3_CACHE,
+or a folder of the user's cache directory; where it cannot be written the cache lives in memory,
+after one warning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
-import inspect
 import json
-import linecache
+import logging
 import os
 import re
 import shutil
 import tempfile
 import threading
-import time
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -35,78 +34,66 @@ from typing import Any
 import filelock
 
 from .compile import Compiled, Kernel, Resources, compile_kernel
+from .fingerprint import of_class, source_fingerprint, sources
 from .versions import toolchain
+from .why import Identity, reason
+
+__all__ = ["clear", "explain", "get", "identity", "key", "root", "source_fingerprint"]
 
 ENVIRONMENT = "CUTEDSL_FA3_CACHE"
-FORMAT = 1  # of an entry; part of the key
+NEWEST = 200  # entries that a new kernel is compared with
 
-_PACKAGES = ("cutedsl_fa3", "cutedsl_fa3.layouts", "cutedsl_fa3.pipelines")
-# These read, check or report: what they choose reaches a kernel through its key text only, and
-# nothing of theirs runs while one is traced.
-_WITHOUT_CODE = frozenset(
-    {
-        "__main__.py",
-        "audit.py",
-        "bench.py",
-        "bench_gemm.py",
-        "cache.py",
-        "calls.py",
-        "cli.py",
-        "configs.py",
-        "demo.py",
-        "emulate.py",
-        "gemm.py",
-        "inputs.py",
-        "interface.py",
-        "named.py",
-        "peers.py",
-        "record.py",
-        "reference.py",
-        "schedules.py",
-        "tables.py",
-        "tune.py",
-    }
-)
 _KEY = re.compile(r"[0-9a-f]{64}")
-_LOADED_AT = time.time()
+_log = logging.getLogger("cutedsl_fa3")
 
 _memory: dict[tuple[type, str, str, str], Compiled] = {}
+_origins: dict[tuple[type, str, str, str], str] = {}  # how a kernel in memory came there
+_known: dict[str, Identity] = {}
 _locks: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
-_class_sources: dict[type, str] = {}
 _warned = False
 
 
 def get(kernel: Kernel) -> Compiled:
     """The compiled kernel: from memory, else from disk, else compiled (and kept in both)."""
-    identity = (type(kernel), kernel.name, kernel.arch, kernel.key_text)
-    found = _memory.get(identity)
-    return found if found is not None else _find_or_build(kernel, identity)
+    place = (type(kernel), kernel.name, kernel.arch, kernel.key_text)
+    found = _memory.get(place)
+    return found if found is not None else _find_or_build(kernel, place)
+
+
+def identity(kernel: Kernel) -> Identity:
+    """Everything that affects the kernel's code."""
+    return Identity(
+        name=kernel.name,
+        arch=kernel.arch,
+        text=kernel.key_text,
+        compiler=toolchain().compiler,
+        sources=sources(),
+        author=of_class(type(kernel)),
+    )
 
 
 def key(kernel: Kernel) -> str:
     """The name of the kernel's entry: 64 hexadecimal digits."""
-    digest = hashlib.sha256()
-    parts = (
-        f"format {FORMAT}",
-        kernel.name,
-        kernel.arch,
-        kernel.key_text,
-        toolchain().compiler,
-        source_fingerprint(),
-        _class_source(type(kernel)),
-    )
-    for part in parts:  # the length keeps two parts from sharing a boundary
-        encoded = part.encode()
-        digest.update(f"{len(encoded)}:".encode() + encoded)
-    return digest.hexdigest()
+    return identity(kernel).key
+
+
+def explain(kernel: Kernel) -> str:
+    """Where the kernel comes from, or what is to be done: "recompiled because ...", in a line."""
+    place = (type(kernel), kernel.name, kernel.arch, kernel.key_text)
+    if place in _memory:
+        return _origins[place]
+    wanted = identity(kernel)
+    if (found := _from_disk(wanted.key)) is not None:
+        return f"on disk, where it was compiled in {found.seconds:.1f} s"
+    return f"will be {reason(wanted, _similar(wanted))}"
 
 
 def clear() -> None:
     """Forget every kernel, in memory and on disk."""
     with _guard:
-        _memory.clear()
-        _locks.clear()
+        for known in (_memory, _origins, _known, _locks):
+            known.clear()
     folder = root()
     if folder is None or not folder.is_dir():
         return
@@ -131,89 +118,25 @@ def root() -> Path | None:
         return None
 
 
-def source_fingerprint() -> str:
-    """Hash of the package's sources that can affect code.
-
-    They are read anew for each kernel that is not in memory: a few milliseconds beside a load from
-    disk, and a package reloaded in a notebook is not given its older self's kernels.
-    """
-    return fingerprint_of(_package_folders())
-
-
-def fingerprint_of(folders: dict[str, Path]) -> str:
-    """Hash of every .py file below `folders` (import name to place) that can affect code.
-
-    A file edited since this process started may not be what the process has imported. Its text
-    would then vouch for code made from the older text, so such a fingerprint is good for this
-    process alone.
-    """
-    digest = hashlib.sha256()
-    for name, folder in sorted(folders.items()):
-        for path in sorted(folder.rglob("*.py")):
-            relative = path.relative_to(folder).as_posix()
-            if name == "cutedsl_fa3" and relative in _WITHOUT_CODE:
-                continue
-            text = path.read_bytes()
-            digest.update(f"{name}/{relative} {len(text)}\n".encode() + text)
-            if path.stat().st_mtime > _LOADED_AT:
-                digest.update(_this_process())
-    return digest.hexdigest()
-
-
-def _package_folders() -> dict[str, Path]:
-    folders = {}
-    for name in _PACKAGES:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations:
-            folders[name] = Path(next(iter(spec.submodule_search_locations)))
-    return folders
-
-
-def _this_process() -> bytes:
-    return f"edited after import, process {os.getpid()} {_LOADED_AT!r}".encode()
-
-
-def _class_source(kernel_class: type) -> str:
-    """Hash of the files and cells that define the classes of a kernel from outside the package."""
-    found = _class_sources.get(kernel_class)
-    if found is None:
-        files = {
-            function.__code__.co_filename
-            for base in kernel_class.__mro__
-            if base.__module__.partition(".")[0] not in ("cutedsl_fa3", "cutlass", "builtins")
-            for member in vars(base).values()
-            if inspect.isfunction(function := inspect.unwrap(_getter(member)))
-        }
-        digest = hashlib.sha256()
-        for file in sorted(files):
-            linecache.checkcache(file)
-            lines = "".join(linecache.getlines(file))
-            digest.update(lines.encode() if lines else _this_process())
-            with contextlib.suppress(OSError):  # a notebook cell is no file
-                if os.stat(file).st_mtime > _LOADED_AT:
-                    digest.update(_this_process())
-        found = _class_sources[kernel_class] = digest.hexdigest()
-    return found
-
-
-def _getter(member: Any) -> Any:
-    """The function behind a property, static or class method; anything else as it is."""
-    return getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-
-
-def _find_or_build(kernel: Kernel, identity: tuple[type, str, str, str]) -> Compiled:
-    name = key(kernel)
+def _find_or_build(kernel: Kernel, place: tuple[type, str, str, str]) -> Compiled:
+    wanted = identity(kernel)
+    name = wanted.key
     with _guard:
         lock = _locks.setdefault(name, threading.Lock())
     with lock:
-        compiled = _memory.get(identity)
+        compiled = _memory.get(place)
         if compiled is None:
-            compiled = _from_disk(name) or _build(kernel, name)
-            _memory[identity] = compiled
+            origin = "from disk"
+            compiled = _from_disk(name)
+            if compiled is None:
+                compiled, origin = _build(kernel, wanted, name)
+            _known[name] = wanted
+            _origins[place] = f"{origin}; compiled in {compiled.seconds:.1f} s"
+            _memory[place] = compiled
     return compiled
 
 
-def _build(kernel: Kernel, name: str) -> Compiled:
+def _build(kernel: Kernel, wanted: Identity, name: str) -> tuple[Compiled, str]:
     """Compile while holding the entry's file lock, unless another process was quicker."""
     with contextlib.ExitStack() as stack:
         folder = _writable_root()
@@ -225,14 +148,37 @@ def _build(kernel: Kernel, name: str) -> Compiled:
                 folder = None
             else:
                 if (found := _from_disk(name)) is not None:
-                    return found
+                    return found, "from disk"
+        origin = reason(wanted, _similar(wanted))
+        _log.info("%s is being %s", wanted.name, origin)
         compiled = compile_kernel(kernel, name=f"{kernel.name}_{name[:16]}")
+        _log.info("%s was compiled in %.1f s", compiled.name, compiled.seconds)
         if folder is not None:
             try:
-                _store(folder, name, compiled)
+                _store(folder, name, compiled, wanted)
             except OSError as error:
                 _warn(folder, error)
-        return compiled
+        return compiled, f"{origin}, in this process"
+
+
+def _similar(wanted: Identity) -> Iterator[Identity]:
+    """Kernels of this name that are known, newest first: those of this process, then on disk."""
+    yield from reversed([each for each in _known.values() if each.name == wanted.name])
+    folder = root()
+    if folder is None or not folder.is_dir():
+        return
+    entries = []
+    for entry in os.scandir(folder):
+        if _KEY.fullmatch(entry.name) and entry.name not in _known:
+            with contextlib.suppress(OSError):
+                entries.append((entry.stat().st_mtime, entry.path))
+    for _, path in sorted(entries, reverse=True)[:NEWEST]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = Identity(
+                **json.loads(Path(path, "meta.json").read_bytes())["entry"]["identity"]
+            )
+            if found.name == wanted.name:
+                yield found
 
 
 def _writable_root() -> Path | None:
@@ -259,7 +205,7 @@ def _warn(folder: Path, error: BaseException) -> None:
         )
 
 
-def _store(folder: Path, name: str, compiled: Compiled) -> None:
+def _store(folder: Path, name: str, compiled: Compiled, wanted: Identity) -> None:
     """Write an entry beside its place, then rename it into it."""
     files = {"kernel.o": compiled.object_code, "kernel.cubin": compiled.cubin}
     meta = {
@@ -268,7 +214,7 @@ def _store(folder: Path, name: str, compiled: Compiled) -> None:
         "symbols": compiled.symbols,
         "resources": asdict(compiled.resources),
         "seconds": compiled.seconds,
-        "toolchain": toolchain().compiler,
+        "identity": asdict(wanted),
         "sha256": {file: hashlib.sha256(content).hexdigest() for file, content in files.items()},
     }
     with _scratch(folder, name) as scratch:

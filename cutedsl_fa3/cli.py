@@ -102,7 +102,7 @@ def _compiled(plan: Any) -> tuple[Any, Any]:
 @app.command("plan")
 @planned
 def show_plan(plan: Any) -> None:
-    """Print what a kernel would do: score, mask, visited tiles, SMEM, registers, instructions."""
+    """Print what a kernel would do, and whether it is on disk or why it has to be compiled."""
     print(plan)
 
 
@@ -113,9 +113,12 @@ def compile_plan(
     output: Annotated[Path | None, typer.Option(help="Also write the cubin here.")] = None,
 ) -> None:
     """Compile to an sm_90a cubin; no GPU is needed."""
-    _, compiled = _compiled(plan)
+    from . import cache
+
+    kernel, compiled = _compiled(plan)
     print(f"{compiled.name} for {compiled.arch}: {len(compiled.cubin)} bytes")
-    print(f"compiled in {compiled.seconds:.1f} s; {compiled.resources}")
+    print(cache.explain(kernel))
+    print(compiled.resources)
     if output is not None:
         output.write_bytes(compiled.cubin)
         print(f"written to {output}")
@@ -155,6 +158,18 @@ def run_demo() -> None:
     from . import demo
 
     raise typer.Exit(0 if demo.main() else 1)
+
+
+@app.command("gallery")
+def write_gallery(
+    folder: Annotated[Path | None, typer.Option(help="Not notebooks/gallery.")] = None,
+) -> None:
+    """Draw every shipped mask and score and count the tiles that they visit; needs matplotlib."""
+    _need_compiler()
+    from . import gallery_page
+
+    for path in gallery_page.write(folder or gallery_page.FOLDER):
+        print(path)
 
 
 Rounds = Annotated[int | None, typer.Option(help="Rounds, each in an order of its own.")]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 from small_kernel import Scale, TileGemm
 
-import cutedsl_fa3
 from cutedsl_fa3 import cache
 from cutedsl_fa3.compile import Compiled
 
@@ -56,8 +53,9 @@ def compiles(tmp_path, monkeypatch, shelf) -> Counter:
     counter = Counter(shelved)
     monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "compile_kernel", counter)
-    monkeypatch.setattr(cache, "source_fingerprint", lambda: "sources")  # edited meanwhile or not
-    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setattr(cache, "sources", lambda: {"file.py": "1"})  # edited meanwhile or not
+    for name in ("_memory", "_origins", "_known"):
+        monkeypatch.setattr(cache, name, {})
     monkeypatch.setattr(cache, "_warned", False)
     return counter
 
@@ -65,6 +63,7 @@ def compiles(tmp_path, monkeypatch, shelf) -> Counter:
 def forget() -> None:
     """What a new process starts with: an empty memory."""
     cache._memory.clear()
+    cache._known.clear()
 
 
 def entry_of(kernel) -> Path:
@@ -227,6 +226,73 @@ def test_failed_compile_is_not_remembered(compiles, monkeypatch):
     assert cache.get(Scale(2.0)).arch == "sm_90a"
 
 
+class Scaled(Scale):
+    """A kernel with fields in its key text, as plans have."""
+
+    def __init__(self, factor: float, arch: str = "sm_90a"):
+        super().__init__(factor)
+        self.arch = arch
+
+    @property
+    def key_text(self) -> str:
+        return f"fp32\nSchedule(factor={self.factor}, live=1)"
+
+
+@pytest.mark.compile
+def test_the_log_and_explain_say_why_a_kernel_is_compiled(compiles, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="cutedsl_fa3")
+    assert cache.explain(Scaled(2.0)) == "will be compiled as the first scale that is known here"
+    cache.get(Scaled(2.0))
+    first, compiled = (record.getMessage() for record in caplog.records)
+    assert first == "scale is being compiled as the first scale that is known here"
+    assert compiled.startswith("scale_") and " was compiled in " in compiled
+    assert cache.explain(Scaled(2.0)).startswith(
+        "compiled as the first scale that is known here, in"
+    )
+
+    why = "recompiled because schedule: factor 2.0 -> 3.0"
+    assert cache.explain(Scaled(3.0)) == f"will be {why}"
+    cache.get(Scaled(3.0))
+    assert caplog.records[2].getMessage() == f"scale is being {why}"
+    assert cache.explain(Scaled(3.0)).startswith(f"{why}, in this process; compiled in ")
+
+    caplog.clear()
+    forget()  # another process
+    assert cache.explain(Scaled(3.0)).startswith("on disk, where it was compiled in ")
+    cache.get(Scaled(3.0))
+    assert cache.explain(Scaled(3.0)).startswith("from disk; compiled in ")
+    cache.get(Scaled(3.0))
+    assert not caplog.records
+
+    monkeypatch.setattr(cache, "sources", lambda: {"file.py": "2"})
+    forget()
+    assert cache.explain(Scaled(3.0)) == "will be recompiled because sources changed: file.py"
+    tools = cache.toolchain()
+    other = type(tools)("4.8.0", tools.flavour, tools.ptxas, tools.torch)
+    monkeypatch.setattr(cache, "toolchain", lambda: other)
+    assert cache.explain(Scaled(3.0)).endswith(
+        f"because cutlass {tools.cutlass} -> 4.8.0; sources changed: file.py"
+    )
+
+
+@pytest.mark.compile
+def test_without_a_folder_kernels_in_memory_are_compared(compiles, monkeypatch):
+    monkeypatch.setattr(cache, "root", lambda: None)
+    monkeypatch.setattr(cache, "_warned", True)
+    cache.get(Scaled(2.0))
+    assert cache.explain(Scaled(3.0)) == "will be recompiled because schedule: factor 2.0 -> 3.0"
+
+
+@pytest.mark.compile
+def test_a_damaged_entry_is_the_reason_that_is_said(compiles):
+    cache.get(Scaled(2.0))
+    flip_a_bit(entry_of(Scaled(2.0)) / "kernel.o")
+    forget()
+    assert "damaged" in cache.explain(Scaled(2.0))
+    empty(entry_of(Scaled(2.0)) / "meta.json")  # which says what the entry was
+    assert cache.explain(Scaled(2.0)) == "will be compiled as the first scale that is known here"
+
+
 FRESH_PROCESS = """
 import sys, time
 import cutlass.cute, torch, tvm_ffi
@@ -238,7 +304,7 @@ def compile_kernel(kernel, *, name):
     raise AssertionError("compiled again")
 
 cache.compile_kernel = compile_kernel
-cache.source_fingerprint = lambda: "sources"
+cache.sources = lambda: {{"file.py": "1"}}
 start = time.perf_counter()
 first = cache.get(Scale(2.0))
 first.function  # linked
@@ -287,7 +353,7 @@ def test_key_depends_on_all_that_affects_code(monkeypatch):
         cache.key(Scale(2.0, arch="sm_100a")),
         cache.key(TileGemm()),
     }
-    monkeypatch.setattr(cache, "source_fingerprint", lambda: "other sources")
+    monkeypatch.setattr(cache, "sources", lambda: {"file.py": "2"})
     keys.add(cache.key(Scale(2.0)))
     monkeypatch.undo()
     other = cache.toolchain()
@@ -303,105 +369,6 @@ def test_key_does_not_depend_on_torch(monkeypatch):
     other = type(tools)(tools.cutlass, tools.flavour, tools.ptxas, "1.0")
     monkeypatch.setattr(cache, "toolchain", lambda: other)
     assert cache.key(Scale(2.0)) == before
-
-
-@pytest.fixture
-def sources(tmp_path) -> dict[str, Path]:
-    """A copy of the package, last changed before this process started."""
-    package = Path(cutedsl_fa3.__file__).parent
-    for name in ("cutedsl_fa3", "layouts", "pipelines"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(package.parent / name, tmp_path / name, ignore=ignored)
-    for path in tmp_path.rglob("*.py"):
-        os.utime(path, (1e9, 1e9))
-    return {
-        "cutedsl_fa3": tmp_path / "cutedsl_fa3",
-        "cutedsl_fa3.layouts": tmp_path / "layouts",
-        "cutedsl_fa3.pipelines": tmp_path / "pipelines",
-    }
-
-
-@pytest.mark.parametrize(
-    ("package", "file"),
-    [
-        ("cutedsl_fa3", "compile.py"),
-        ("cutedsl_fa3.layouts", "errors.py"),
-        ("cutedsl_fa3.pipelines", "expect.py"),
-    ],
-)
-def test_fingerprint_changes_with_one_byte_of_source(sources, package, file):
-    before = cache.fingerprint_of(sources)
-    assert cache.fingerprint_of(sources) == before
-    path = sources[package] / file
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-    os.utime(path, (1e9, 1e9))
-    changed = cache.fingerprint_of(sources)
-    assert changed != before
-    (path.parent / "added.py").write_text("")
-    os.utime(path.parent / "added.py", (1e9, 1e9))
-    assert cache.fingerprint_of(sources) not in (before, changed)
-
-
-@pytest.mark.parametrize("file", sorted(cache._WITHOUT_CODE))
-def test_fingerprint_ignores_what_only_reads_checks_or_reports(sources, file):
-    before = cache.fingerprint_of(sources)
-    path = sources["cutedsl_fa3"] / file
-    path.write_text(path.read_text() + "\n")
-    assert cache.fingerprint_of(sources) == before
-
-
-def test_no_kernel_imports_what_the_fingerprint_ignores():
-    kernels = ROOT / "cutedsl_fa3" / "kernels"
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in kernels.rglob("*.py")
-        if path.stem != "__init__"
-    ]
-    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    run = [sys.executable, "-c", code]
-    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-    ignored = {f"cutedsl_fa3.{file.removesuffix('.py')}" for file in cache._WITHOUT_CODE}
-    assert len(modules) > 4
-    assert not ignored & set(result.stdout.split())
-
-
-def test_source_edited_after_import_vouches_for_this_process_only(sources, monkeypatch):
-    path = sources["cutedsl_fa3"] / "compile.py"
-    os.utime(path, (time.time() + 60, time.time() + 60))
-    here = cache.fingerprint_of(sources)
-    assert cache.fingerprint_of(sources) == here
-    monkeypatch.setattr(cache, "_LOADED_AT", cache._LOADED_AT + 1e-3)  # another process
-    assert cache.fingerprint_of(sources) != here
-
-
-def test_fingerprint_is_cheap():
-    folders = cache._package_folders()
-    assert set(folders) == {"cutedsl_fa3", "cutedsl_fa3.layouts", "cutedsl_fa3.pipelines"}
-    times = []
-    for _ in range(5):  # the machine may be busy: the fastest is what it costs
-        start = time.perf_counter()
-        cache.fingerprint_of(folders)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.1
-
-
-def test_key_follows_the_source_of_a_kernel_class_outside_the_package(tmp_path):
-    path = tmp_path / "authors_kernel.py"
-
-    def kernel_class(text: str, edited: float) -> type:
-        path.write_text(text)
-        os.utime(path, (edited, edited))
-        space: dict = {"__name__": "authors_kernel"}
-        exec(compile(text, str(path), "exec"), space)
-        return space["Mine"]
-
-    text = "class Mine:\n    def host(self):\n        return {}\n"
-    one = cache._class_source(kernel_class(text.format(1), 1e9))
-    same = cache._class_source(kernel_class(text.format(1), 1e9))
-    two = cache._class_source(kernel_class(text.format(2), 1.1e9))
-    assert one == same != two
 
 
 def test_root_is_the_chosen_folder_or_one_of_the_user(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from cutedsl_fa3 import audit as audit_module
+from cutedsl_fa3 import cache
 from cutedsl_fa3.cli import app
 from cutedsl_fa3.record import META, Record, Row
 
@@ -47,7 +48,7 @@ def test_plan_takes_the_schedule_from_its_options() -> None:
     [
         (("--variant", "unheard"), "unheard"),
         (("--stages", "9"), "stages"),
-        (("--head-dim", "72"), "72"),
+        (("--head-dim", "76"), "76"),
         (("--dtype", "fp64"), "fp64"),
         (("--stages", "4", "--tile-n", "256"), "bytes"),
     ],
@@ -56,6 +57,17 @@ def test_a_refusal_names_what_was_given_and_exits_with_2(options: tuple[str, ...
     result = run("plan", *options)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("refused: ") and named in result.stderr
+
+
+@pytest.mark.compile
+def test_plan_and_compile_say_why_a_kernel_is_compiled(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path))
+    options = ("--head-dim", "64", "--consumers", "2", "--tile-m", "128", "--overlap", "intra")
+    first = run("plan", *options, "--tile-n", "64")
+    assert "kernel   will be compiled as the first forward_sm90" in first.output
+    assert "compiled as the first forward_sm90" in run("compile", *options, "--tile-n", "64").output
+    second = run("plan", *options, "--tile-n", "80")
+    assert "kernel   will be recompiled because schedule: tile_n 64 -> 80" in second.output
 
 
 @pytest.mark.compile

@@ -1,0 +1,137 @@
+"""The sources that can affect a kernel's code, file by file.
+
+A file edited since this process started may not be what the process has imported. Its text would
+then vouch for code made from the older text, so such a fingerprint is good for this process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import linecache
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("cutedsl_fa3", "cutedsl_fa3.layouts", "cutedsl_fa3.pipelines")
+# These read, check, report or write variants: what they choose reaches a kernel through its key
+# text only, and nothing of theirs runs while one is traced.
+WITHOUT_CODE = frozenset(
+    {
+        "__main__.py",
+        "arguments.py",
+        "audit.py",
+        "bench.py",
+        "bench_gemm.py",
+        "cache.py",
+        "calls.py",
+        "cli.py",
+        "configs.py",
+        "demo.py",
+        "emulate.py",
+        "fingerprint.py",
+        "gemm.py",
+        "inputs.py",
+        "interface.py",
+        "masks.py",
+        "named.py",
+        "packing.py",
+        "peers.py",
+        "record.py",
+        "reference.py",
+        "schedules.py",
+        "scores.py",
+        "tables.py",
+        "tune.py",
+        "why.py",
+    }
+)
+EDITED = "edited "  # before the fingerprint of a file that is good for this process alone
+
+_LOADED_AT = time.time()
+
+
+def sources() -> dict[str, str]:
+    """A fingerprint of each of the package's files that can affect code, by "package/file".
+
+    They are read anew for each kernel that is not in memory: a few milliseconds beside a load from
+    disk, and a package reloaded in a notebook is not given its older self's kernels.
+    """
+    return files_in(_folders())
+
+
+def source_fingerprint() -> str:
+    """One hash of all of `sources()`."""
+    return combined(sources())
+
+
+def combined(fingerprints: Mapping[str, str]) -> str:
+    """One hash of the fingerprints of files."""
+    lines = "".join(f"{name} {each}\n" for name, each in sorted(fingerprints.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def files_in(folders: Mapping[str, Path]) -> dict[str, str]:
+    """A fingerprint of every .py file below `folders` (import name to place) that affects code."""
+    found = {}
+    for name, folder in sorted(folders.items()):
+        start = len(str(folder)) + 1
+        for path in sorted(map(str, folder.rglob("*.py"))):
+            relative = path[start:].replace(os.sep, "/")
+            if name != "cutedsl_fa3" or relative not in WITHOUT_CODE:
+                found[f"{name.removeprefix('cutedsl_fa3.')}/{relative}"] = _of_file(path)
+    return found
+
+
+def _of_file(path: str) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read())
+        edited = os.fstat(file.fileno()).st_mtime > _LOADED_AT
+    if edited:
+        digest.update(_this_process())
+    return f"{EDITED if edited else ''}{digest.hexdigest()[:32]}"
+
+
+@functools.cache
+def _folders() -> dict[str, Path]:
+    folders = {}
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            folders[name] = Path(next(iter(spec.submodule_search_locations)))
+    return folders
+
+
+def _this_process() -> bytes:
+    return f"edited after import, process {os.getpid()} {_LOADED_AT!r}".encode()
+
+
+@functools.cache
+def of_class(kernel_class: type) -> str:
+    """Hash of the files and cells that define the classes of a kernel from outside the package."""
+    files = {
+        function.__code__.co_filename
+        for base in kernel_class.__mro__
+        if base.__module__.partition(".")[0] not in ("cutedsl_fa3", "cutlass", "builtins")
+        for member in vars(base).values()
+        if inspect.isfunction(function := inspect.unwrap(_getter(member)))
+    }
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        linecache.checkcache(file)
+        lines = "".join(linecache.getlines(file))
+        digest.update(lines.encode() if lines else _this_process())
+        with contextlib.suppress(OSError):  # a notebook cell is no file
+            if os.stat(file).st_mtime > _LOADED_AT:
+                digest.update(_this_process())
+    return digest.hexdigest()[:32]
+
+
+def _getter(member: Any) -> Any:
+    """The function behind a property, static or class method; anything else as it is."""
+    return getattr(member, "fget", None) or getattr(member, "__func__", None) or member

@@ -1,0 +1,129 @@
+"""A kernel's key follows the sources that can affect its code, and no others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cutedsl_fa3
+from cutedsl_fa3 import fingerprint
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def sources(tmp_path) -> dict[str, Path]:
+    """A copy of the package, last changed before this process started."""
+    package = Path(cutedsl_fa3.__file__).parent
+    for name in ("cutedsl_fa3", "layouts", "pipelines"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(package.parent / name, tmp_path / name, ignore=ignored)
+    for path in tmp_path.rglob("*.py"):
+        os.utime(path, (1e9, 1e9))
+    return {
+        "cutedsl_fa3": tmp_path / "cutedsl_fa3",
+        "cutedsl_fa3.layouts": tmp_path / "layouts",
+        "cutedsl_fa3.pipelines": tmp_path / "pipelines",
+    }
+
+
+@pytest.mark.parametrize(
+    ("package", "file"),
+    [
+        ("cutedsl_fa3", "compile.py"),
+        ("cutedsl_fa3.layouts", "errors.py"),
+        ("cutedsl_fa3.pipelines", "expect.py"),
+    ],
+)
+def test_fingerprint_changes_with_one_byte_of_source(sources, package, file):
+    before = fingerprint.combined(fingerprint.files_in(sources))
+    assert fingerprint.combined(fingerprint.files_in(sources)) == before
+    path = sources[package] / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    os.utime(path, (1e9, 1e9))
+    changed = fingerprint.combined(fingerprint.files_in(sources))
+    assert changed != before
+    (path.parent / "added.py").write_text("")
+    os.utime(path.parent / "added.py", (1e9, 1e9))
+    assert fingerprint.combined(fingerprint.files_in(sources)) not in (before, changed)
+
+
+def test_fingerprint_ignores_what_only_reads_checks_or_reports(sources):
+    before = fingerprint.files_in(sources)
+    for file in fingerprint.WITHOUT_CODE:
+        path = sources["cutedsl_fa3"] / file
+        path.write_text(path.read_text() + "\n")
+    assert fingerprint.files_in(sources) == before
+
+
+def test_every_other_file_has_a_fingerprint_of_its_own(sources):
+    found = fingerprint.files_in(sources)
+    names = {"cutedsl_fa3/compile.py", "layouts/tile.py", "pipelines/ring.py"}
+    assert names | {"cutedsl_fa3/kernels/sm90/forward.py"} <= set(found)
+    path = sources["cutedsl_fa3.layouts"] / "tile.py"
+    path.write_text(path.read_text() + "\n")
+    os.utime(path, (1e9, 1e9))
+    changed = fingerprint.files_in(sources)
+    assert {name for name in found if found[name] != changed[name]} == {"layouts/tile.py"}
+
+
+def test_no_kernel_imports_what_the_fingerprint_ignores():
+    kernels = ROOT / "cutedsl_fa3" / "kernels"
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in kernels.rglob("*.py")
+        if path.stem != "__init__"
+    ]
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    ignored = {f"cutedsl_fa3.{file.removesuffix('.py')}" for file in fingerprint.WITHOUT_CODE}
+    assert len(modules) > 4
+    assert not ignored & set(result.stdout.split())
+
+
+def test_source_edited_after_import_vouches_for_this_process_only(sources, monkeypatch):
+    path = sources["cutedsl_fa3"] / "compile.py"
+    os.utime(path, (time.time() + 60, time.time() + 60))
+    here = fingerprint.combined(fingerprint.files_in(sources))
+    assert fingerprint.combined(fingerprint.files_in(sources)) == here
+    file = "cutedsl_fa3/compile.py"
+    assert fingerprint.files_in(sources)[file].startswith(fingerprint.EDITED)
+    monkeypatch.setattr(fingerprint, "_LOADED_AT", fingerprint._LOADED_AT + 1e-3)  # another process
+    assert fingerprint.combined(fingerprint.files_in(sources)) != here
+
+
+def test_fingerprint_is_cheap():
+    folders = fingerprint._folders()
+    assert set(folders) == {"cutedsl_fa3", "cutedsl_fa3.layouts", "cutedsl_fa3.pipelines"}
+    times = []
+    for _ in range(5):  # the machine may be busy: the fastest is what it costs
+        start = time.perf_counter()
+        fingerprint.files_in(folders)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.1
+
+
+def test_key_follows_the_source_of_a_kernel_class_outside_the_package(tmp_path):
+    path = tmp_path / "authors_kernel.py"
+
+    def kernel_class(text: str, edited: float) -> type:
+        path.write_text(text)
+        os.utime(path, (edited, edited))
+        space: dict = {"__name__": "authors_kernel"}
+        exec(compile(text, str(path), "exec"), space)
+        return space["Mine"]
+
+    text = "class Mine:\n    def host(self):\n        return {}\n"
+    one = fingerprint.of_class(kernel_class(text.format(1), 1e9))
+    same = fingerprint.of_class(kernel_class(text.format(1), 1e9))
+    two = fingerprint.of_class(kernel_class(text.format(2), 1.1e9))
+    assert one == same != two
