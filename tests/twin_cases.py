@@ -7,7 +7,19 @@ import math
 
 import torch
 
-from cutedsl_fa3 import Elementwise, OnlineSoftmax, Variant, masks, reference, scores
+from cutedsl_fa3 import (
+    Elementwise,
+    OnlineSoftmax,
+    Plan,
+    Problem,
+    Schedule,
+    Variant,
+    emulate,
+    masks,
+    reference,
+    scores,
+)
+from cutedsl_fa3.problem import DTYPES
 from cutedsl_fa3.variant.evaluate import evaluate
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -157,3 +169,25 @@ def exact(
     if variant is None or variant.has_lse:
         return reference.attention_with_lse(q, k, v, variant, scale=scale, dtype=torch.float64)
     return reference.attention(q, k, v, variant, scale=scale, dtype=torch.float64), None
+
+
+def emulated(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | None = None,
+    schedule: Schedule | None = None,
+    scale: float | None = None,
+) -> emulate.Emulated:
+    """The twin of the plan for these tensors, with any schedule that can be written down."""
+    variant = Variant() if variant is None else variant
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == q.dtype)
+    problem = Problem(dtype, q.shape[3], v.shape[3])
+    plan = Plan(variant, problem, schedule) if schedule else Plan.default(variant, problem)
+    return emulate.run(plan, q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
+
+
+def same(a: emulate.Emulated, b: emulate.Emulated) -> bool:
+    """Bitwise, NaN equal to NaN."""
+    pairs = zip(a, b, strict=True)
+    return all(x is y or torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs)
