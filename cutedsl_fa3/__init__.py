@@ -18,7 +18,7 @@ if (_checkout / "layouts" / "__init__.py").is_file():
     __path__.append(str(_checkout))
 
 if TYPE_CHECKING:
-    from . import masks, reference, scores
+    from . import gallery, masks, packing, reference, scores
     from .errors import LayoutError, Unsupported, VariantError
     from .interface import attention, attention_with_lse, plan, visits
     from .pipelines import Schedule, ScheduleError
@@ -45,7 +45,7 @@ _HOME = {
     "visits": "interface",
 }
 _NEEDS_COMPILER = ("interface", "pipelines", "plans")
-_MODULES = ("masks", "reference", "scores")
+_MODULES = ("gallery", "masks", "packing", "reference", "scores")
 
 __all__ = [
     "Elementwise",
@@ -60,7 +60,9 @@ __all__ = [
     "VariantError",
     "attention",
     "attention_with_lse",
+    "gallery",
     "masks",
+    "packing",
     "plan",
     "reference",
     "scores",

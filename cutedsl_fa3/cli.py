@@ -284,6 +284,23 @@ def run_bench_gemm(
     _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
 
 
+@app.command("bench-call")
+def run_bench_call(
+    out: Out = None,
+    commit: Commit = None,
+    allow_dirty: AllowDirty = False,
+) -> None:
+    """Time what the host spends on a call, cached and first, and write a record."""
+    _need_compiler()
+    from . import bench, bench_call, record
+
+    with _refusals():
+        bench.require_gpu()
+        meta = record.collect(commit, allow_dirty)
+    rows = bench_call.measure(report=_say)
+    _say(f"record: {record.Record(meta, tuple(rows)).write(record.place(meta, out, 'call'))}")
+
+
 @app.command("tune")
 def run_tune(
     variant: Annotated[
