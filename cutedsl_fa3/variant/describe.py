@@ -1,13 +1,15 @@
-"""A mask's key bounds in words, by running the key arithmetic on text."""
+"""Which keys a mask visits, in words, by running the key arithmetic on text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from .graph import Graph
+from .graph import Graph, Ref
 from .keys import KeySet, QueryTile, key_sets
 from .solve import LARGEST
+from .summaries import equality, summaries
+from .tiles import by_tile
 
 Word = Any  # int or Sum
 
@@ -118,7 +120,60 @@ def describe(mask: Graph | None) -> str:
     """Which keys the queries q0 to q1 of a tile visit, and which need no element mask."""
     ints = TextIntegers()
     keys = key_sets(mask, _TILE, ints)
-    return f"{_visited(keys.possible, ints)}; {_unmasked(keys.hidden, ints)}"
+    visited = _visited(keys.possible, ints)
+    if mask is not None and by_tile(mask):
+        return f"{visited}, tile by tile: {_decided(mask)}"
+    return f"{visited}; {_unmasked(keys.hidden, ints)}"
+
+
+def _decided(mask: Graph) -> str:
+    """What says which of the candidates a tile of queries visits, and which are full."""
+    found = [expression(s.graph) for s in summaries(mask) if s.given is None]
+    if not found:
+        return "the mask on the tile's ranges of q and k says which are visited and full"
+    text = f"the ranges of {', '.join(found)} in each block say which are visited and full"
+    pair = equality(mask)
+    if pair is not None and len(found) > len(pair):
+        text += f", others' ranges at both ends of {' and '.join(found[i] for i in pair)} too"
+    return text
+
+
+_INFIX = {
+    **{"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"},
+    **{"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
+    **{"and": "&", "or": "|", "xor": "^", "bit_and": "&", "bit_or": "|", "bit_xor": "^"},
+    **{"shl": "<<", "shr": ">>"},
+}
+
+
+MOST_PARTS = 40  # of an expression that is still read
+
+
+def expression(graph: Graph) -> str:
+    """A graph's result as one expression; a long one is only said to be one."""
+    parts: list[int] = []
+    for node in graph.nodes:
+        parts.append(1 + sum(parts[a.id] for a in node.operands if isinstance(a, Ref)))
+    if parts[graph.output] > MOST_PARTS:
+        return f"an expression of {' and '.join(sorted(graph.inputs))}"
+
+    def text(value: Any, inside: bool = True) -> str:
+        if not isinstance(value, Ref):
+            return str(value)
+        node = graph.nodes[value.id]
+        if node.op in ("input", "const"):
+            return str(node.args[0])
+        if node.op == "load":
+            indices = ", ".join(text(a, False) for a in node.operands)
+            return f"t{node.args[0]}[{indices}]" if indices else f"t{node.args[0]}"
+        if node.op in _INFIX:
+            joined = f" {_INFIX[node.op]} ".join(map(text, node.operands))
+            return f"({joined})" if inside else joined
+        if node.op in ("to_int", "to_float"):
+            return text(node.args[0], inside)
+        return f"{node.op}({', '.join(text(a, False) for a in node.operands)})"
+
+    return text(Ref(graph.output), False)
 
 
 def most_spans(mask: Graph | None) -> int:
