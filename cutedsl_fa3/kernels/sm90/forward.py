@@ -60,6 +60,7 @@ from .elements import Elements
 from .exact import Again, lost
 from .mainloop import END, MainLoop
 from .operands import Fragments, Io, fake_args, head_of, heads_last, rows_first
+from .summarise import Summarise
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
@@ -82,6 +83,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
 
     arch = "sm_90a"
     name = "forward_sm90"
+    summarise_blocks = Summarise.blocks  # launched before the forward, under the same name
 
     def __init__(self, plan: Plan) -> None:
         s, problem = plan.schedule, plan.problem
@@ -105,8 +107,6 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             self.rings["visits"] = WordRing()
         self.summarise = None
         if plan.table_shape(1, 1, 1, 1) is not None:
-            from .summarise import Summarise
-
             self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
         producer, consumer = TMA_BUDGETS[s.consumers]
         self.roles = {
@@ -190,7 +190,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         q, k, v, o = (heads_last(t) for t in (q, k, v, o))
         (seqlen_q, _, heads, batches), seqlen_k = q.shape, k.shape[0]
         if cutlass.const_expr(self.summarise is not None):
-            self.summarise.launch(captures, table, batches, heads, seqlen_q, seqlen_k, stream)
+            self.summarise.launch(captures, table, seqlen_q, seqlen_k, stream)
         io = Io(
             tuple(self.tiles["q"].load_atom(q)),
             tuple(self.tiles["k"].load_atom(k)),
@@ -275,7 +275,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         for kind in cutlass.range(2, unroll=1):
             for base in cutlass.range(first, end, WARP, unroll=1):
                 visit, masked = decide(base + lane)
-                mine = visit & (base + lane < end) & (masked ^ Boolean(kind == 1))
+                mine = (base + lane < end) & Boolean(visit) & (Boolean(masked) ^ (kind == 1))
                 found = cute.arch.vote_ballot_sync(mine)
                 while found != 0:
                     n_block = base + cute.arch.popc((found & -found) - 1)
