@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,16 +39,25 @@ def execute(path: Path) -> NotebookNode:
             return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        km=KernelManager(kernel_spec_manager=ThisPython(), transport="ipc"),
-        timeout=CELL_SECONDS,
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(path.parent)}},
-    )
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    client.execute(env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    with tempfile.TemporaryDirectory(prefix="notebook_") as scratch:
+        client = NotebookClient(
+            notebook,
+            km=KernelManager(
+                kernel_spec_manager=ThisPython(), transport="ipc", ip=f"{scratch}/kernel"
+            ),
+            timeout=CELL_SECONDS,
+            record_timing=False,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(path.parent)}},
+        )
+        client.execute(
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "CUTEDSL_FA3_CACHE": f"{scratch}/cache",  # what is compiled, and said of it
+            }
+        )
     return _portable(notebook)
 
 
