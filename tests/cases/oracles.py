@@ -1,0 +1,161 @@
+"""Inputs whose result is known, and the one tolerance for those whose result is not.
+
+Exact oracles, for q = 0 (every score is 0 before the variant changes it): the output of a row is
+the mean of the visible rows of v and its LSE the logarithm of their number. With `ramp` as v the
+mean is that of the visible indices, so that any key too many or too few shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+import cutedsl_fa3 as fa3
+from cutedsl_fa3 import reference
+from cutedsl_fa3.variant.evaluate import evaluate
+
+Result = tuple[torch.Tensor, torch.Tensor]
+Sizes = tuple[int, int, int, int, int]  # batch, seqlen_q, seqlen_k, heads, kv_heads
+
+
+def drawn(
+    device: str,
+    sizes: Sizes,
+    dim: int = 64,
+    dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normally distributed q, k, v, the same values on every device."""
+    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(batch, length, count, width, generator=generator).to(device, dtype)
+        for length, count, width in (
+            (seqlen_q, heads, dim),
+            (seqlen_k, kv_heads, dim),
+            (seqlen_k, kv_heads, dim if dim_v is None else dim_v),
+        )
+    )
+    return q, k, v
+
+
+def ramp(
+    device: str,
+    sizes: Sizes,
+    dim: int = 64,
+    dtype: torch.dtype = torch.float16,
+    period: int = 2048,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q = 0, random k, and v whose rows hold their own index; fp16 holds integers to 2,048."""
+    q, k, v = drawn(device, sizes, dim, dtype=dtype)
+    index = torch.arange(sizes[2], device=device) % period
+    v.copy_(index.to(dtype)[None, :, None, None].expand_as(v))
+    return torch.zeros_like(q), k, v
+
+
+def ramp_means(visible: torch.Tensor, period: int = 2048) -> torch.Tensor:
+    """The exact output of `ramp` for each row of `visible` (..., keys), 0 for empty rows."""
+    index = torch.arange(visible.shape[-1], device=visible.device, dtype=torch.float64) % period
+    counts = visible.sum(-1)
+    return (visible * index).sum(-1) / counts.clamp(min=1)
+
+
+def hold_ramp(result: Result, visible: torch.Tensor) -> None:
+    """Hold every row of a `ramp` to its mean, to one rounding, and its LSE to the count.
+
+    Shape: visible (seqlen_q, seqlen_k), the same for all heads and batch entries.
+    """
+    out, lse = result
+    visible = visible.to(out.device)
+    mean, counts = ramp_means(visible), visible.sum(-1).double()
+    allowed = mean * torch.finfo(out.dtype).eps / 2 * 1.01  # 1%: fp32 sums and the division
+    assert ((out.double() - mean[None, :, None, None]).abs() <= allowed[None, :, None, None]).all()
+    expected = counts.log().expand_as(lse)
+    assert torch.equal(lse == -math.inf, expected == -math.inf)
+    some = expected != -math.inf
+    assert ((lse.double() - expected)[some].abs() <= 1e-5).all()
+
+
+def exact(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: fa3.Variant | None = None,
+    scale: float | None = None,
+) -> Result:
+    """Output and LSE in fp64."""
+    return reference.attention_with_lse(q, k, v, variant, scale=scale, dtype=torch.float64)
+
+
+def rounded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: fa3.Variant | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """The same attention as torch computes it at the input dtype: S and P rounded to it."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+    outs = []
+    for b in range(q.shape[0]):
+        s = torch.einsum("qhd,khd->hqk", q[b], k[b]).float() * scale
+        at = {
+            "b": b,
+            "h": torch.arange(s.shape[0], device=s.device)[:, None, None],
+            "q": torch.arange(s.shape[1], device=s.device)[:, None],
+            "k": torch.arange(s.shape[2], device=s.device),
+            "seqlen_q": s.shape[1],
+            "seqlen_k": s.shape[2],
+        }
+        if variant is not None and variant.score is not None:
+            s = evaluate(variant.score, {"score": s, **at}, variant.captures)
+        if variant is not None and variant.mask is not None:
+            s = torch.where(evaluate(variant.mask, at, variant.captures), s, -math.inf)
+        p = torch.softmax(s, -1).nan_to_num(0.0).to(q.dtype)
+        outs.append(torch.einsum("hqk,khd->qhd", p, v[b]))
+    return torch.stack(outs)
+
+
+def hold(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: fa3.Variant | None = None,
+    scale: float | None = None,
+) -> Result:
+    """Run, and hold to fp64: at most twice torch's error at the input dtype, plus one rounding."""
+    out, lse = fa3.attention_with_lse(q, k, v, variant, scale=scale)
+    wanted, wanted_lse = exact(q, k, v, variant, scale)
+    if wanted.numel():
+        error = (rounded(q, k, v, variant, scale).double() - wanted).abs().max()
+        allowed = 2 * error + torch.finfo(q.dtype).eps * wanted.abs().max()
+        assert (out.double() - wanted).abs().max() <= allowed
+    hold_lse(lse, wanted_lse)
+    assert (out.transpose(1, 2)[wanted_lse == -math.inf] == 0).all()
+    return out, lse
+
+
+def hold_lse(lse: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Hold LSEs to 1e-4 of their size, ten times what a score's functions may be off by."""
+    empty = wanted == -math.inf
+    assert torch.equal(lse == -math.inf, empty)
+    assert ((lse.double() - wanted)[~empty].abs() <= 1e-4 * (1 + wanted[~empty].abs())).all()
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers, so that NaN equals itself and -0.0 differs from 0.0."""
+    return t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)
+
+
+def same(here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are equal bit by bit."""
+    return all(torch.equal(bits(a), bits(b)) for a, b in zip(here, there, strict=True))
+
+
+def positions(seqlen_q: int, seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(query, key) indices that broadcast to (seqlen_q, seqlen_k)."""
+    return torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
