@@ -156,6 +156,13 @@ def test_layouts_do_not_change_a_bit():
         )
 
 
+def test_what_of_a_tile_lies_past_the_sequence_is_zero():
+    k = drawn(1, 1, 100, 2, 2, 64)[1]
+    rows = torch.arange(64, 128)[None]
+    tile = emulate._tiles(k[:, :90], torch.tensor([0]), rows, torch.tensor([1]))
+    assert torch.equal(tile[0, :26], k[0, 64:90, 1].float()) and (tile[0, 26:] == 0).all()
+
+
 def test_query_heads_share_key_heads_as_if_those_were_repeated():
     for heads, kv_heads in ((12, 1), (5, 1), (9, 3), (6, 2)):
         q, k, v = drawn(1, 3, 300, heads, kv_heads, 128)

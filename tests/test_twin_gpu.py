@@ -128,17 +128,21 @@ def test_new_values_in_a_captured_vector_are_visited_by_both():
         assert torch.equal(noted, fa3.visits(q, k, v, pair[0]))
 
 
+def with_hidden_keys(kind: str, device: str) -> Variant:
+    """A causal variant whose later keys are hidden in one way or another."""
+    if kind == "score":  # one of -inf hides a key from the softmax, as a mask does
+        return Variant(lambda s, b, h, q, k: torch.where(k <= q, s, -math.inf))
+    sink = torch.tensor(0.3, device=device) if kind == "sink" else None
+    softmax = Elementwise(torch.relu) if kind == "relu" else OnlineSoftmax(sink)
+    return Variant(mask=masks.causal, softmax=softmax)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", ["softmax", "sink", "relu"])
+@pytest.mark.parametrize("kind", ["softmax", "sink", "relu", "score"])
 def test_values_that_are_not_finite_reach_the_same_elements_in_kernel_twin_and_reference(
     kind, poison
 ):
-    softmax = {
-        "softmax": lambda device: OnlineSoftmax(),
-        "sink": lambda device: OnlineSoftmax(torch.tensor(0.3, device=device)),
-        "relu": lambda device: Elementwise(torch.relu),
-    }[kind]
-    here, there = (Variant(mask=masks.causal, softmax=softmax(d)) for d in ("cuda", "cpu"))
+    here, there = with_hidden_keys(kind, "cuda"), with_hidden_keys(kind, "cpu")
     q, k, v = drawn(2, 300, 300, 4, 2, 64)
     clean = run(q.cuda(), k.cuda(), v.cuda(), here)[0].cpu()
     v[0, 200, 1, 5] = poison
