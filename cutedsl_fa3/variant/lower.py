@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -18,6 +19,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint8
 
+from . import approximations
 from .bounds import QueryTile, Runs, key_sets, visit_runs
 from .graph import LARGEST, Graph, Node, Ref
 from .ops import Range
@@ -114,17 +116,15 @@ def _tanh(a: Float32) -> Float32:
     return select(absolute(a) < 0.04, near, far)
 
 
-def _gelu(a: Float32) -> Float32:
-    return 0.5 * a * (1.0 + cute.math.erf(a * math.sqrt(0.5)))
+APPROXIMATED = ("expm1", "log1p", "erf", "gelu", "gelu_tanh", "silu", "softplus")
+_UNIT = SimpleNamespace(
+    exp2=exp2, log2=log2, reciprocal=reciprocal, absolute=absolute, select=select
+)
 
 
-def _gelu_tanh(a: Float32) -> Float32:
-    return 0.5 * a * (1.0 + _tanh(math.sqrt(2.0 / math.pi) * (a + 0.044715 * a * a * a)))
-
-
-def _softplus(a: Float32) -> Float32:
-    """log(1 + e^a), from the smaller exponential so that it overflows nowhere."""
-    return maximum(a, Float32(0.0)) + log2(1.0 + exp2(absolute(a) * -LOG2_E)) * LN_2
+def _from_the_unit(name: str) -> Callable:
+    function = getattr(approximations, name)
+    return lambda a: function(a, _UNIT)
 
 
 def _approximate(function: Callable) -> Callable:
@@ -162,13 +162,7 @@ LOWER: dict[str, Callable] = {
     "cos": _approximate(cute.math.cos),
     "tanh": _tanh,
     "sigmoid": _sigmoid,
-    "expm1": cute.math.expm1,
-    "log1p": cute.math.log1p,
-    "erf": cute.math.erf,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": lambda a: a * _sigmoid(a),
-    "softplus": _softplus,
+    **{name: _from_the_unit(name) for name in APPROXIMATED},
     "floor": cute.math.floor,
     "ceil": cute.math.ceil,
     "trunc": _truncate,

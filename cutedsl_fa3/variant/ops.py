@@ -6,12 +6,14 @@ an operation that is missing here exists nowhere, and one that is here must be r
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 
 DType = Literal["bool", "int", "float"]
 Range = tuple[Any, Any]  # inclusive bounds of an integer: Python ints or whatever Integers works on
@@ -161,6 +163,14 @@ _ROWS = (
     Op("cos", 1, _FLOAT, "float", torch.cos),
     Op("tanh", 1, _FLOAT, "float", torch.tanh),
     Op("sigmoid", 1, _FLOAT, "float", torch.sigmoid),
+    Op("expm1", 1, _FLOAT, "float", torch.expm1),
+    Op("log1p", 1, _FLOAT, "float", torch.log1p),
+    Op("erf", 1, _FLOAT, "float", torch.erf),
+    # activations that torch computes in one go, and so rounds as no composition does
+    Op("gelu", 1, _FLOAT, "float", F.gelu),  # x / 2 * (1 + erf(x / sqrt(2)))
+    Op("gelu_tanh", 1, _FLOAT, "float", functools.partial(F.gelu, approximate="tanh")),
+    Op("silu", 1, _FLOAT, "float", F.silu),  # x * sigmoid(x)
+    Op("softplus", 1, _FLOAT, "float", F.softplus),  # log(1 + exp(x)); x above 20
     Op("floor", 1, _FLOAT, "float", torch.floor),
     Op("ceil", 1, _FLOAT, "float", torch.ceil),
     Op("trunc", 1, _FLOAT, "float", torch.trunc),

@@ -14,6 +14,7 @@ import torch
 
 from cutedsl_fa3.errors import VariantError
 
+from .activations import ACTIVATIONS
 from .graph import Builder, Ref, Value
 from .ops import DType
 
@@ -21,7 +22,7 @@ Entry = Callable[..., Value]
 
 LARGEST_POWER = 16
 
-_CASTS: dict[Any, DType] = {
+CASTS: dict[Any, DType] = {
     torch.float32: "float",
     torch.int32: "int",
     torch.int64: "int",
@@ -166,14 +167,14 @@ def _clamp(b: Builder, x: Value, min: Value | None = None, max: Value | None = N
     return x if max is None else b.emit("minimum", x, max)
 
 
-def _relu(b: Builder, x: Value, *, inplace: bool = False) -> Value:
-    if inplace:
-        raise VariantError("inplace=True changes a value in place; leave it out")
-    return b.emit("maximum", x, b.convert(0, b.dtype(x)))
-
-
 def _rounded(op: str) -> Entry:
     return lambda b, x: x if b.dtype(x) == "int" else b.emit(op, x)
+
+
+def _sign(b: Builder, x: Value) -> Value:
+    """-1, 0 or 1, of the value's type; 0 of NaN, as in torch."""
+    above, below = b.emit("gt", x, 0), b.emit("lt", x, 0)
+    return b.emit("sub", *(b.convert(side, b.dtype(x)) for side in (above, below)))
 
 
 def _where(b: Builder, condition: Value, *values: Value) -> Value:
@@ -231,14 +232,21 @@ def _shift(op: str) -> Entry:
     return entry
 
 
-def _to(b: Builder, x: Value, dtype: Any = None, **other: Any) -> Value:
-    if dtype not in _CASTS or other:
-        given = dtype if not other else ", ".join(other)
+def _to(b: Builder, x: Value, *args: Any, dtype: Any = None, **where: Any) -> Value:
+    """A conversion to a dtype or to that of another value; where values lie does not matter."""
+    for arg in args:
+        if isinstance(arg, Ref):
+            return b.convert(x, b.dtype(arg))
+        if not isinstance(arg, str | torch.device | bool):
+            dtype = arg
+    known = {"device", "non_blocking", "copy", "memory_format"}
+    if (dtype is not None and dtype not in CASTS) or set(where) - known:
+        given = dtype if set(where) <= known else ", ".join(set(where) - known)
         raise VariantError(
             f"a conversion to {given} is not supported: scores are torch.float32, indices "
             "torch.int32; valid are torch.float32, torch.int32, torch.int64 and torch.bool"
         )
-    return b.convert(x, _CASTS[dtype])
+    return x if dtype is None else b.convert(x, CASTS[dtype])
 
 
 def _cast(dtype: DType) -> Entry:
@@ -253,7 +261,7 @@ def _filled(number: float | None) -> Entry:
         size = where.pop("size", sizes[0] if sizes else ())
         if tuple(size) != () or set(where) - {"device"}:
             raise VariantError("a tensor made inside must be 0-d; make others outside")
-        target = b.dtype(x) if dtype is None else _CASTS.get(dtype)
+        target = b.dtype(x) if dtype is None else CASTS.get(dtype)
         if target is None:
             raise VariantError(f"dtype {dtype} is not supported; use float32, int32, int64 or bool")
         return b.emit_const(values[0], target)
@@ -261,11 +269,19 @@ def _filled(number: float | None) -> Entry:
     return entry
 
 
+def _as_is(b: Builder, x: Value, *args: Any, **options: Any) -> Value:
+    """What only concerns memory or gradients: `.detach()`, `.contiguous()`, `.cuda()`."""
+    return x
+
+
 def _alias(*names: str, entry: Entry) -> dict[str, Entry]:
     return dict.fromkeys(names, entry)
 
 
-_FLOAT_FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid")
+_FLOAT_FUNCTIONS = (
+    *("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt"),
+    *("sin", "cos", "tanh", "sigmoid", "erf"),
+)
 
 # By the name that torch or the operator module gives the function, without underscores around it.
 SURFACE: dict[str, Entry] = {
@@ -284,8 +300,12 @@ SURFACE: dict[str, Entry] = {
     **_alias("reciprocal", entry=lambda b, x: b.emit("div", 1.0, x)),
     **{name: _plain(name) for name in _FLOAT_FUNCTIONS},
     **_alias("expit", entry=_plain("sigmoid")),
-    **_alias("relu", entry=_relu),
     **{name: _rounded(name) for name in ("floor", "ceil", "trunc")},
+    **_alias("frac", entry=lambda b, x: b.emit("sub", x, b.emit("trunc", x))),
+    **_alias("isnan", entry=lambda b, x: b.emit("ne", x, x)),
+    **_alias("isinf", entry=lambda b, x: b.emit("eq", b.emit("abs", x), math.inf)),
+    **_alias("isfinite", entry=lambda b, x: b.emit("lt", b.emit("abs", x), math.inf)),
+    **_alias("sign", "sgn", entry=_sign),
     **_alias("min", "minimum", entry=_minimum),
     **_alias("max", "maximum", entry=_maximum),
     **_alias("clamp", "clip", entry=_clamp),
@@ -305,13 +325,15 @@ SURFACE: dict[str, Entry] = {
     **_alias("invert", entry=_bitwise("not")),
     **_alias("lshift", "bitwise_left_shift", entry=_shift("shl")),
     **_alias("rshift", "bitwise_right_shift", entry=_shift("shr")),
-    **_alias("to", "type", entry=_to),
+    **_alias("to", "type", "type_as", entry=_to),
+    **_alias("detach", "clone", "contiguous", "cpu", "cuda", entry=_as_is),
     **_alias("float", entry=_cast("float")),
     **_alias("int", "long", entry=_cast("int")),
     **_alias("bool", entry=_cast("bool")),
     **_alias("zeros_like", "new_zeros", entry=_filled(0)),
     **_alias("ones_like", "new_ones", entry=_filled(1)),
     **_alias("full_like", "new_full", entry=_filled(None)),
+    **ACTIVATIONS,
 }
 
 _REFLECTED = ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "lshift", "rshift")
@@ -353,5 +375,8 @@ SUPPORTED = (
             if hasattr(torch, name) and not isinstance(getattr(torch, name), torch.dtype)
         )
     )
-    + ", .to() .float() .int() .long() .bool() .masked_fill(), tensor[index, ...]"
+    + ", torch.nn.functional."
+    + " torch.nn.functional.".join(sorted(ACTIVATIONS))
+    + ", .to() .float() .int() .long() .bool() .masked_fill(), tensor[index, ...], and of the rows "
+    "that tensor[index] is: sum mean prod any all amax amin dot unsqueeze squeeze reshape"
 )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cutedsl_fa3.errors import VariantError
 
 if TYPE_CHECKING:
-    from .trace import Traced, Tracer
+    from .trace import Tracer
+    from .traced import Traced
 
 active = threading.local()  # .tracer: the trace that runs in this thread
 

@@ -14,11 +14,13 @@ import torch.fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .custom import Boxed, boxed, is_custom, run_custom, unboxed
 from .surface import SURFACE
 from .symbols import Symbol
 
 if TYPE_CHECKING:
-    from .trace import Traced, Tracer
+    from .trace import Tracer
+    from .traced import Traced
 
 # What a captured tensor may be asked for while tracing: facts that its values cannot change.
 _METADATA = frozenset(
@@ -50,6 +52,10 @@ class Watch(TorchFunctionMode):
         tracer, kwargs = self.tracer, kwargs or {}
         name, written = _names(func)
         leaves = list(_leaves((args, kwargs)))
+        if any(isinstance(leaf, Boxed) for leaf in leaves):
+            return boxed(func(*unboxed(args), **unboxed(kwargs)), tracer)
+        if is_custom(func):
+            return run_custom(func, args, kwargs, tracer)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         traced = any(isinstance(leaf, torch.fx.Proxy | Symbol) for leaf in leaves)
         if not traced and name in _METADATA:
@@ -57,6 +63,8 @@ class Watch(TorchFunctionMode):
         bare = name.strip("_") if name.startswith("__") else name
         if bare == "getitem":
             return tracer.index(*args)
+        if name == "embedding" and tensors and traced:  # of either order, by who calls it
+            return tracer.index(tensors[0], next(a for a in args if a is not tensors[0]))
         if name.startswith("__") and bare in _CONVERSIONS:
             tracer.refuse_conversion(bare)
         if name in ("item", "tolist", "numpy", "__array__"):
@@ -104,9 +112,12 @@ class NothingRuns(TorchDispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.tracer.computing and any(
-            isinstance(leaf, torch.Tensor) for leaf in _leaves((args, kwargs or {}))
-        ):
+        leaves = list(_leaves((args, kwargs or {})))
+        if any(isinstance(leaf, Boxed) for leaf in leaves):
+            name, written = _names(func)
+            found = self.tracer.record(name, unboxed(args), unboxed(kwargs or {}), written)
+            return boxed(found, self.tracer)
+        if not self.tracer.computing and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self.tracer.refuse(
                 f"{func} on captured tensors only would be frozen into the kernel; do it outside"
             )
@@ -129,8 +140,9 @@ def _names(func: Any) -> tuple[str, str]:
     if name in ("__get__", "__set__"):
         name = getattr(func.__self__, "__name__", name)
         return name, f".{name}"
-    if "." in name:  # an overload, such as tanh.default
-        name = name.split(".")[0]
+    name = name.split(".")[0]  # of an overload, such as tanh.default
+    if name in ("_threshold", "special_expit", "special_expm1", "special_log1p", "special_erf"):
+        name = name.removeprefix("_").removeprefix("special_")
     if getattr(torch.Tensor, name, None) is func:
         return name, f"Tensor.{name}"
     return name, f"torch.{name}"
