@@ -38,10 +38,15 @@ def has_jupyter() -> bool:
     return all(find_spec(name) for name in ("nbclient", "ipykernel", "matplotlib"))
 
 
+def has_attn_gym() -> bool:
+    return find_spec("attn_gym") is not None
+
+
 # By marker: whether it is met here, and what is said where it is not.
 NEEDS: Mapping[str, tuple[Callable[[], bool], str]] = {
     "gpu": (has_sm90, "no CUDA device of capability 9.0 here"),
     "jupyter": (has_jupyter, "the extra `notebooks` is not installed here"),
+    "attn_gym": (has_attn_gym, "the extra `gym` is not installed here"),
 }
 
 
