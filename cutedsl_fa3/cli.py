@@ -179,6 +179,10 @@ Commit = Annotated[
     str | None, typer.Option(help="The commit of these sources, where .git is absent.")
 ]
 AllowDirty = Annotated[bool, typer.Option(help="Record uncommitted changes, and say so.")]
+HeadDims = Annotated[
+    str, typer.Option(help="Head sizes by comma; 192x128 is 192 of Q and K beside 128 of V.")
+]
+NATIVE = "64,96,128,192x128,192,256"  # head sizes whose tiles are of their own size
 
 
 @app.command("bench")
@@ -187,13 +191,18 @@ def run_bench(
         list[str] | None, typer.Option(help="May be repeated; default: full and causal.")
     ] = None,
     providers: Annotated[
-        str, typer.Option(help="Kernels to time, by comma.")
-    ] = "cutedsl_fa3,fa3,fa4,cudnn,fa2,flex",
+        str, typer.Option(help="Kernels to time, by comma; fa2 and flex only where named here.")
+    ] = "cutedsl_fa3,fa3,fa4,cudnn",
     dtypes: Annotated[str, typer.Option(help="bf16, fp16, by comma.")] = "bf16",
-    head_dims: Annotated[str, typer.Option(help="Head sizes, by comma.")] = "64,128",
-    seqlens: Annotated[str, typer.Option(help="Lengths, by comma.")] = "1024,4096,16384",
+    head_dims: HeadDims = NATIVE,
+    seqlens: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths, by comma; default: 4096 and 16384, at head sizes 64 and 128 also 1024."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of all sequences together.")] = 16384,
-    hidden: Annotated[int, typer.Option(help="heads x head_dim.")] = 2048,
+    hidden: Annotated[int, typer.Option(help="heads x head_dim, rounded down to heads.")] = 2048,
     group: Annotated[int, typer.Option(help="Query heads that share a key head.")] = 1,
     rounds: Rounds = None,
     sustained: Annotated[
@@ -210,6 +219,7 @@ def run_bench(
     """Time the forward beside its peers, and write a record with everything needed to repeat it.
 
     After every case the record is on disk, marked as partial; a run that ends early leaves it.
+    By default: plain full and causal attention at every native head size.
     """
     if readme:
         from . import tables
@@ -217,31 +227,64 @@ def run_bench(
         tables.README.write_text(tables.refreshed(tables.README.read_text()))
         return
     _need_compiler()
-    from . import bench, peers, record
+    from . import bench, cases, peers, record
 
     timing = bench.SUSTAINED if sustained else bench.BURST
     timing = timing if rounds is None else replace(timing, rounds=rounds)
     with _refusals():
-        grid = bench.Grid(
+        grid = cases.Grid(
             variants=tuple(variant or ("full", "causal")),
             dtypes=tuple(dtypes.split(",")),
-            head_dims=tuple(map(int, head_dims.split(","))),
-            seqlens=tuple(map(int, seqlens.split(","))),
+            head_dims=cases.head_dims(head_dims),
+            seqlens=None if seqlens is None else _lengths(seqlens),
             tokens=tokens,
             hidden=hidden,
             group=group,
         )
-        chosen = bench.chosen_providers(providers.split(","))
-        cases = grid.cases()
+        chosen, every = bench.chosen_providers(providers.split(",")), grid.cases()
         bench.require_gpu()
         meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
     meta |= {"peers": peers.versions()}
-    path, rows = record.place(meta, out), []
-    _say(f"record, partial until the last case: {path}")
-    for measured in bench.run(cases, chosen, timing, report=_say, seed=seed):
-        rows += measured
-        record.Record(meta | {"partial": True}, tuple(rows)).write(path)
-    _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
+    _kept(bench.run(every, chosen, timing, report=_say, seed=seed), meta, record.place(meta, out))
+
+
+@app.command("bench-variants")
+def run_bench_variants(
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated; default: ten of them. Plain causal always takes part."),
+    ] = None,
+    providers: Annotated[
+        str, typer.Option(help="Kernels to time, by comma.")
+    ] = "cutedsl_fa3,fa4,flex",
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    head_dims: HeadDims = "64,128",
+    seqlen: Annotated[int, typer.Option(help="Length of queries and keys.")] = 8192,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 2,
+    heads: Annotated[int, typer.Option(help="Of queries and of keys.")] = 16,
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    out: Out = None,
+    commit: Commit = None,
+    allow_dirty: AllowDirty = False,
+) -> None:
+    """Time variants beside our own plain causal and beside the peers, and write a record.
+
+    All variants of a head size, and all kernels, take turns in one order drawn anew each round.
+    """
+    _need_compiler()
+    from . import bench, cases, peers, record
+
+    timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
+    with _refusals():
+        names, dims = variant or cases.VARIANTS, cases.head_dims(head_dims)
+        groups = cases.groups(names, dtype, dims, seqlen, batch, heads)
+        chosen = bench.chosen_providers(providers.split(","))
+        bench.require_gpu()
+        meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
+    meta |= {"peers": peers.versions()}
+    path = record.place(meta, out, "variants")
+    _kept(bench.run_together(groups, chosen, timing, report=_say, seed=seed), meta, path)
 
 
 @app.command("bench-gemm")
@@ -307,7 +350,7 @@ def run_tune(
         list[str] | None, typer.Option(help="May be repeated; default: full and causal.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    head_dims: Annotated[str, typer.Option(help="Head sizes, by comma.")] = "64,128",
+    head_dims: HeadDims = "64,128",
     seqlens: Annotated[str, typer.Option(help="Lengths, by comma.")] = "8192",
     tokens: Annotated[int, typer.Option(help="Tokens of all sequences together.")] = 16384,
     rounds: Rounds = None,
@@ -318,26 +361,42 @@ def run_tune(
 ) -> None:
     """Time every schedule that differs in one field from the default, and write a record."""
     _need_compiler()
-    from . import bench, record, tune
+    from . import bench, cases, record, tune
 
     timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
     with _refusals():
-        grid = bench.Grid(
+        grid = cases.Grid(
             variants=tuple(variant or ("full", "causal")),
             dtypes=(dtype,),
-            head_dims=tuple(map(int, head_dims.split(","))),
-            seqlens=tuple(map(int, seqlens.split(","))),
+            head_dims=cases.head_dims(head_dims),
+            seqlens=_lengths(seqlens),
             tokens=tokens,
         )
         plans = [(case, tune.candidates(case)) for case in grid.cases()]
         bench.require_gpu()
         meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
-    path, rows = record.place(meta, out, "tune"), []
-    for case, chosen in plans:
-        _say(f"{case}: {len(chosen)} schedules")
-        rows += tune.measure(case, chosen, timing, report=_say, seed=seed)
-        record.Record(meta | {"partial": True}, tuple(rows)).write(path)
-    _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
+    measured = tune.run(plans, timing, report=_say, seed=seed)
+    _kept(measured, meta, record.place(meta, out, "tune"))
+
+
+def _kept(measured: Iterator[list[Any]], meta: dict[str, Any], path: Path) -> None:
+    """Write the record after each list of rows, as partial until the last."""
+    from .record import Record
+
+    _say(f"record, partial until the last case: {path}")
+    rows: list[Any] = []
+    for more in measured:
+        rows += more
+        Record(meta | {"partial": True}, tuple(rows)).write(path)
+    _say(f"record: {Record(meta, tuple(rows)).write(path)}")
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Raises: ValueError for what is no list of lengths."""
+    lengths = text.split(",")
+    if not all(length.isdecimal() and int(length) for length in lengths):
+        raise ValueError(f"--seqlens {text}: valid are lengths from 1 by comma, as in '1024,4096'")
+    return tuple(map(int, lengths))
 
 
 def _extents(shape: str) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """Measurement records: what ran where, as JSON.
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
-name says what was measured: `bench` (rows of `Row`), `gemm` (`GemmRow`) or `tune` (`ScheduleRow`).
-One marked `partial` holds what was measured before a run ended early; no table is made from it.
+name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`
+(`ScheduleRow`) or `call` (`CallRow`). One marked `partial` holds what was measured before a run
+ended early; no table is made from it.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class ScheduleRow:
     variant: str
     dtype: str
     head_dim: int
+    head_dim_v: int
     seqlen_q: int
     seqlen_k: int
     batch: int
@@ -114,6 +116,19 @@ class ScheduleRow:
     def follows(self, schedule: Any) -> bool:
         """Whether this row is of that schedule."""
         return all(getattr(self, name) == value for name, value in asdict(schedule).items())
+
+
+@dataclass(frozen=True)
+class CallRow:
+    """Host time of one step of a call; `captures` counts captured tensors.
+
+    Units: `us` is the median of `samples` (microseconds).
+    """
+
+    step: str
+    captures: int
+    us: float
+    samples: tuple[float, ...]
 
 
 _MEASURED = ("provider", "ms", "tflops", "max_error", "samples")
@@ -148,10 +163,13 @@ class Record:
         return cls(content["meta"], tuple(_row(fields) for fields in content["rows"]))
 
 
-def _row(fields: dict[str, Any]) -> Row | GemmRow | ScheduleRow:
+def _row(fields: dict[str, Any]) -> Row | GemmRow | ScheduleRow | CallRow:
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    if "step" in fields:
+        return CallRow(**fields)
     if "overlap" in fields:
-        return ScheduleRow(**fields)
+        # The first records have one head size, of Q, K and V.
+        return ScheduleRow(**{"head_dim_v": fields["head_dim"], **fields})
     return GemmRow(**fields) if "cluster" in fields else Row(**fields)
 
 

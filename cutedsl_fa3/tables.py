@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .cases import PLAIN, shown
 from .peers import OURS, PROVIDERS
-from .record import DATA, ROOT, GemmRow, Record, RecordError, Row, newest
+from .record import DATA, ROOT, CallRow, GemmRow, Record, RecordError, Row, newest
 
 README = ROOT / "README.md"
 NOTHING = "Nothing recorded yet: {} on an SM90 GPU writes a record and this table.\n"
@@ -19,8 +21,9 @@ def refreshed(text: str, folder: Path = DATA) -> str:
 
     Raises: RecordError when a table's markers are missing.
     """
-    text = filled(text, "bench", attention_table(newest(folder)))
-    return filled(text, "gemm", gemm_table(newest(folder, "gemm")))
+    for kind, table in TABLES.items():
+        text = filled(text, kind, table(newest(folder, kind)))
+    return text
 
 
 def filled(text: str, name: str, content: str) -> str:
@@ -52,6 +55,25 @@ def attention_table(record: Record | None) -> str:
     return _table(record, note, head, _attention_cells(record.rows, names))
 
 
+def variants_table(record: Record | None) -> str:
+    """What each variant costs beside our own plain causal and beside the peers, and the origin."""
+    if record is None:
+        return NOTHING.format("`python -m cutedsl_fa3 bench-variants`")
+    peers = [n for n in PROVIDERS if n != OURS and any(row.provider == n for row in record.rows)]
+    head = ["variant", "dtype", "head_dim", "seqlen", "ms", "TFLOP/s", f"time / {PLAIN}"]
+    for name in peers:
+        head += [f"{name} ms", f"{name} / ours"]
+    sizes = dict.fromkeys(f"batch {row.batch}, {row.heads} heads" for row in record.rows)
+    note = (
+        f"Ours in ms and TFLOP/s, median of bursts, at {'; '.join(sizes)}. All variants of a head "
+        "size and all kernels take turns in an order drawn anew each round. TFLOP/s count visible "
+        f"pairs, causal as half of all; `time / {PLAIN}` is our time over that of our own plain "
+        "causal, and beside a peer's time stands its time over ours. `flex` is its kernel alone, "
+        "its block mask made outside of the time; ours finds its tiles within it. `-`: not offered."
+    )
+    return _table(record, note, head, _variant_cells(record.rows, peers))
+
+
 def gemm_table(record: Record | None) -> str:
     """TFLOP/s by cluster and depth, the best depth as a share of cuBLAS, and the origin."""
     if record is None:
@@ -68,6 +90,25 @@ def gemm_table(record: Record | None) -> str:
     )
     head = ["cluster", *(f"{n} stage{'s' if n > 1 else ''}" for n in depths), "best / cuBLAS"]
     return _table(record, note, head, _gemm_cells(ours, depths, cublas))
+
+
+def call_table(record: Record | None) -> str:
+    """What the host spends on a call, cached and first, in lines, and the origin."""
+    if record is None:
+        return NOTHING.format("`python -m cutedsl_fa3 bench-call`")
+    note = (
+        "Time of the host: of a call of a kind that was seen before, until its launch is queued; "
+        "of the first call of a process, imports apart, until its result is there. Medians."
+    )
+    head = ["step", "captured tensors", "time"]
+    return _table(record, note, head, _call_cells(record.rows))
+
+
+def _call_cells(rows: Iterable[CallRow]) -> Iterable[list[str]]:
+    for row in rows:
+        if row.step == "cached call" or row.step.startswith("first call"):
+            time = f"{row.us:.1f} us" if row.us < 1000 else f"{row.us / 1000:.0f} ms"
+            yield [row.step, str(row.captures), time]
 
 
 def _table(record: Record, note: str, head: list[str], body: Iterable[list[str]]) -> str:
@@ -98,13 +139,27 @@ def _attention_cells(rows: tuple[Row, ...], names: list[str]) -> Iterable[list[s
             by_problem.setdefault(row.problem, {})[row.provider] = row
     for found in by_problem.values():
         row = next(iter(found.values()))
-        length, width = str(row.seqlen_k), str(row.head_dim)
-        if row.seqlen_q != row.seqlen_k:
-            length = f"{row.seqlen_q} x {row.seqlen_k}"
-        if row.head_dim != row.head_dim_v:
-            width = f"{row.head_dim}, {row.head_dim_v}"
         speeds = (f"{found[name].tflops:.0f}" if name in found else "-" for name in names)
-        yield [row.variant, row.dtype, width, length, *speeds, *_ratios(found)]
+        yield [row.variant, row.dtype, *_sizes(row), *speeds, *_ratios(found)]
+
+
+def _sizes(row: Row) -> tuple[str, str]:
+    """Head sizes and lengths, two where they differ."""
+    lengths = dict.fromkeys((row.seqlen_q, row.seqlen_k))
+    return shown((row.head_dim, row.head_dim_v)), " x ".join(map(str, lengths))
+
+
+def _variant_cells(rows: tuple[Row, ...], peers: list[str]) -> Iterable[list[str]]:
+    """A line for each variant and size that we have a time for, in the record's order."""
+    times = {(row.problem, row.provider): row.ms for row in rows}
+    for row in (row for row in rows if row.provider == OURS):
+        plain = times.get((replace(row, variant=PLAIN).problem, OURS))
+        cells = [row.variant, row.dtype, *_sizes(row), f"{row.ms:.3f}", f"{row.tflops:.0f}"]
+        cells += [f"{row.ms / plain:.2f}" if plain else "-"]
+        for peer in peers:
+            ms = times.get((row.problem, peer))
+            cells += [f"{ms:.3f}", f"{ms / row.ms:.2f}"] if ms else ["-", "-"]
+        yield cells
 
 
 def _ratios(found: dict[str, Row]) -> list[str]:
@@ -129,3 +184,11 @@ def _gemm_cells(ours: list[GemmRow], depths: list[int], cublas: GemmRow) -> Iter
 def _cluster(row: GemmRow) -> str:
     m, n = row.cluster or (1, 1)
     return f"{m} x {n}"
+
+
+TABLES: dict[str, Callable[[Record | None], str]] = {
+    "bench": attention_table,
+    "variants": variants_table,
+    "gemm": gemm_table,
+    "call": call_table,
+}

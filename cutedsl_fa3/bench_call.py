@@ -1,0 +1,127 @@
+"""Host time of a call: cached, and the first one of a process, compiled or taken from the disk.
+
+The GPU must not be what is waited for: problems are small, and the calls of a sample fewer than a
+stream queues. A first call is timed in processes of their own, after imports and with the GPU in
+use already, in its three parts: the kernel is found (compiled, or read from the disk), loaded, and
+launched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+
+from . import cache, masks
+from .interface import attention, plan
+from .record import ROOT, CallRow
+from .variant import Variant
+
+CALLS = 100  # of a sample, in a row; a stream queues 1,024
+SAMPLES = 200
+PROCESSES = 5
+CAPTURES = (0, 1, 3)
+PARTS = ("find", "load", "launch")
+SHAPE = (1, 64, 2, 64)
+
+
+def inputs(captures: int, device: str) -> tuple[torch.Tensor, Variant]:
+    """q, which serves as k and v too, and a causal variant with this many captured tensors."""
+    q = torch.zeros(SHAPE, device=device, dtype=torch.bfloat16)
+    biases = [torch.zeros(SHAPE[2], device=device) for _ in range(captures)]
+
+    def score(s, b, h, q, k):
+        for bias in biases:
+            s = s + bias[h]
+        return s
+
+    return q, Variant(score if captures else None, masks.causal)
+
+
+def measure(report: Callable[[str], None], processes: int = PROCESSES) -> Iterator[CallRow]:
+    """Every step in turn, with a line for each, on the current CUDA device."""
+    for captures in CAPTURES:
+        yield _said(cached_call(captures), report)
+    with tempfile.TemporaryDirectory(prefix="cutedsl_fa3_") as folder:
+        compiled, found = [], []
+        for number in range(processes):  # each compiles into a folder of its own
+            place = os.path.join(folder, str(number))
+            compiled.append(first_call_elsewhere(place))
+            found.append(first_call_elsewhere(place))
+        for step, calls in (("compiled", compiled), ("from disk", found)):
+            yield _said(_row(f"first call, {step}", [sum(call) * 1e6 for call in calls]), report)
+            for part, times in zip(PARTS, zip(*calls, strict=True), strict=True):
+                yield _said(_row(f"{part}, {step}", [t * 1e6 for t in times]), report)
+
+
+def cached_call(captures: int) -> CallRow:
+    """Microseconds until a call of a kind that was seen before returns, its launch queued."""
+    q, variant = inputs(captures, "cuda")
+    for _ in range(CALLS):
+        attention(q, q, q, variant)
+    times = []
+    for _ in range(SAMPLES):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            attention(q, q, q, variant)
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+    torch.cuda.synchronize()
+    return _row("cached call", times, captures)
+
+
+def first_call_elsewhere(folder: str, device: str = "cuda") -> tuple[float, ...]:
+    """Seconds of each part of a process' first call, with its cache in `folder`."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import first_call; first_call({device!r})"],
+        env={**os.environ, "PYTHONPATH": path, cache.ENVIRONMENT: folder},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        raise RuntimeError(f"a first call failed: {result.stderr.strip()}")
+    return tuple(json.loads(result.stdout.splitlines()[-1]))
+
+
+def first_call(device: str) -> None:
+    """Print the seconds of each part of this process' first call as JSON.
+
+    On the CPU the kernel is found and loaded, and a launch takes no time.
+    """
+    q, variant = inputs(1, device)
+    kernel = plan(q, q, q, variant).kernel
+    if device == "cuda":
+        torch.cuda.synchronize()
+    times = [time.perf_counter()]
+    compiled = cache.get(kernel)
+    times.append(time.perf_counter())
+    _ = compiled.launch if device == "cuda" else compiled.function
+    times.append(time.perf_counter())
+    if device == "cuda":
+        attention(q, q, q, variant)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter())
+    else:
+        times.append(times[-1])
+    print(json.dumps([end - start for start, end in pairwise(times)]))
+
+
+def _row(step: str, microseconds: list[float], captures: int = 1) -> CallRow:
+    samples = tuple(round(us, 3) for us in microseconds)
+    return CallRow(step, captures, round(statistics.median(samples), 3), samples)
+
+
+def _said(row: CallRow, report: Callable[[str], None]) -> CallRow:
+    amount = f"{row.us:.1f} us" if row.us < 1000 else f"{row.us / 1000:.1f} ms"
+    report(f"{row.step}, {row.captures} captured tensors: {amount}")
+    return row
