@@ -15,7 +15,8 @@ from itertools import product
 import torch
 
 from . import cache
-from .bench import Timing, WrongResult, sampled_rows, take_turns, tolerance
+from .bench import Timing, take_turns
+from .checks import WrongResult, sampled_rows, tolerance
 from .gemm import ELEMENTS
 from .kernels.sm90.gemm import GemmSm90
 from .peers import OURS, Call

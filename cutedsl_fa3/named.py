@@ -1,23 +1,29 @@
 """Variants by name, for the command line and the benchmark; a name may carry numbers.
 
-    full   causal   alibi   softcap:30   window:1024,0   prefix:256
+    full   causal   window:1024,0   prefix:256   documents:1000
+    alibi   bias   softcap:30   sigmoid   sink
 
-`causal`, `alibi` and `softcap` are causal, `prefix` too but for the first keys, and `window` where
-its second number is 0; -1 leaves a side of a window unbounded. The same two functions serve every
-kernel that takes them; what a kernel with fixed options needs to know (`causal`, `window`,
-`softcap`) stands beside them.
+All but `full` and `window` are causal, `prefix` but for the first keys, and `window` where its
+second number is 0; -1 leaves a side of a window unbounded. The number of `documents` is their mean
+length; they and the values of `bias` and `sink` are random, and the same every time. The same
+functions serve every kernel that takes them; what a kernel with fixed options needs to know
+(`causal`, `window`, `softcap`, `sink`) stands beside them.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from . import masks, scores
-from .variant import Variant
+from .variant import Elementwise, OnlineSoftmax, Variant
+
+AT_ONCE = 1 << 22  # pairs whose visibility is looked at together
 
 
 @dataclass(frozen=True)
@@ -40,18 +46,25 @@ class Named:
     """One variant, said in the three ways that kernels accept.
 
     `variant` is ours; `score` and `mask` are FlexAttention's functions on raw indices, for these
-    lengths; `causal`, `window` (left, right; inclusive, None is unbounded) and `softcap` are the
-    options of kernels without functions. `only_functions` marks what no option expresses.
+    lengths; `causal`, `window` (left, right; inclusive, None is unbounded), `softcap` and `sink`
+    are the options of kernels without functions. `only_functions` marks what no option expresses.
+    `weight` takes the place of the softmax; `pairs` is how many are visible, where that is known
+    without looking at each.
+
+    Shape: sink (heads,).
     """
 
     name: str
     variant: Variant
     score: Callable | None = None
     mask: Callable | None = None
+    weight: Callable | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     softcap: float = 0.0
+    sink: torch.Tensor | None = None
     only_functions: bool = False
+    pairs: int | None = None
 
 
 def named(name: str, lengths: Lengths) -> Named:
@@ -72,6 +85,7 @@ def named(name: str, lengths: Lengths) -> Named:
     return build(name, lengths, *numbers)
 
 
+@lru_cache(maxsize=256)
 def visible_pairs(name: str, lengths: Lengths) -> float:
     """How many (query, key) pairs a variant computes; by convention causal is half of all."""
     chosen = named(name, lengths)
@@ -80,12 +94,14 @@ def visible_pairs(name: str, lengths: Lengths) -> float:
         return pairs
     if chosen.causal and chosen.window is None:
         return pairs / 2
-    q = torch.arange(lengths.seqlen_q)[:, None]
-    counted = 0
-    for first in range(0, lengths.seqlen_k, 4096):
-        k = torch.arange(first, min(first + 4096, lengths.seqlen_k))[None, :]
-        counted += int(chosen.mask(0, 0, q, k).sum())
-    return float(counted)
+    return float(_counted(chosen.mask, lengths) if chosen.pairs is None else chosen.pairs)
+
+
+def _counted(mask: Callable, lengths: Lengths) -> int:
+    """The pairs that a mask shows, looked at a few rows at a time."""
+    k = torch.arange(lengths.seqlen_k)
+    rows = torch.arange(lengths.seqlen_q)[:, None].split(max(1, AT_ONCE // lengths.seqlen_k))
+    return sum(int(mask(0, 0, q, k).sum()) for q in rows)
 
 
 def _causal_mask(lengths: Lengths) -> Callable:
@@ -158,13 +174,85 @@ def _prefix(name: str, lengths: Lengths, length: int) -> Named:
     return Named(name, variant, mask=mask, only_functions=True)
 
 
+def _documents(name: str, lengths: Lengths, mean: int) -> Named:
+    if mean < 1:
+        raise ValueError(f"variant {name!r}: a mean length is at least 1, as in 'documents:1000'")
+    starts = torch.tensor(_cuts(lengths.seqlen_k, mean))
+    ids = torch.bucketize(torch.arange(lengths.seqlen_k), starts, right=True) - 1
+    position = torch.arange(lengths.seqlen_q) + lengths.offset
+    own = torch.where(position < 0, -1, ids[position.clamp_min(0)])
+    shown = torch.where(own < 0, 0, position - starts[own.clamp_min(0)] + 1)
+    # One tensor where the lengths are equal, as documents are usually written.
+    of_key = ids.to(lengths.device, torch.int32)
+    of_query = of_key if lengths.offset == 0 else own.to(lengths.device, torch.int32)
+    causal = _causal_mask(lengths)
+
+    def mask(b, h, q, k):
+        return (of_query[q] == of_key[k]) & causal(b, h, q, k)
+
+    return Named(name, Variant(mask=mask), mask=mask, only_functions=True, pairs=int(shown.sum()))
+
+
+def _cuts(seqlen: int, mean: int) -> list[int]:
+    """Where documents of this mean length begin, at random places."""
+    count = min(max(1, round(seqlen / mean)), seqlen)
+    return [0, *sorted(random.Random(0).sample(range(1, seqlen), count - 1))]
+
+
+def _bias(name: str, lengths: Lengths) -> Named:
+    reach = max(lengths.seqlen_q, lengths.seqlen_k) - 1
+    table = _normal(lengths, lengths.heads, 2 * reach + 1)
+    score = scores.relative_bias(table)
+    return Named(
+        name,
+        Variant(score=score, mask=masks.causal),
+        score=score,
+        mask=_causal_mask(lengths),
+        causal=True,
+        only_functions=True,
+    )
+
+
+def _sigmoid(name: str, lengths: Lengths) -> Named:
+    """Source: Ramapuram et al. 2024, arXiv:2409.04431: weights sigmoid(s - log(seqlen))."""
+    shift = math.log(lengths.seqlen_k)
+
+    def score(s, b, h, q, k):
+        return s - shift
+
+    return Named(
+        name,
+        Variant(score=score, mask=masks.causal, softmax=Elementwise(torch.sigmoid)),
+        score=score,
+        mask=_causal_mask(lengths),
+        weight=torch.sigmoid,
+        causal=True,
+        only_functions=True,
+    )
+
+
+def _sink(name: str, lengths: Lengths) -> Named:
+    sink = _normal(lengths, lengths.heads)
+    variant = Variant(mask=masks.causal, softmax=OnlineSoftmax(sink))
+    return Named(name, variant, mask=_causal_mask(lengths), causal=True, sink=sink)
+
+
+def _normal(lengths: Lengths, *shape: int) -> torch.Tensor:
+    """Normally distributed fp32 values, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(lengths.device)
+
+
 _BUILDERS: dict[str, tuple[Callable[..., Named], tuple[int | float, ...]]] = {
     "full": (_full, ()),
     "causal": (_causal, ()),
-    "alibi": (_alibi, ()),
-    "softcap": (_softcap, (30.0,)),
     "window": (_window, (1024, 0)),
     "prefix": (_prefix, (256,)),
+    "documents": (_documents, (1000,)),
+    "alibi": (_alibi, ()),
+    "bias": (_bias, ()),
+    "softcap": (_softcap, (30.0,)),
+    "sigmoid": (_sigmoid, ()),
+    "sink": (_sink, ()),
 }
 EXAMPLES = tuple(
     f"{kind}:{','.join(f'{number:g}' for number in numbers)}" if numbers else kind

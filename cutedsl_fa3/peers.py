@@ -4,14 +4,16 @@ A provider prepares a call for given inputs (imports, compilation's objects and 
 out of the timed region) or says why it cannot: ImportError when it is not installed, `Unsupported`
 when it does not offer the variant. Inputs are (batch, seqlen, heads, head_dim), outputs the same.
 
-| provider      | comes from                               | variants                    |
-|---------------|------------------------------------------|-----------------------------|
-| `cutedsl_fa3` | this project                             | all                         |
-| `fa3`         | fa3-fwd: FlashAttention-3, C++           | full, causal, softcap; bf16 |
-| `fa4`         | flash-attn-4: FlashAttention-4, CuTe DSL | full, causal, softcap, window |
-| `cudnn`       | torch SDPA on cuDNN                      | full, causal                |
-| `fa2`         | torch SDPA on its FlashAttention-2       | full, causal                |
-| `flex`        | torch.compile(flex_attention), Triton    | all                         |
+| provider      | comes from                               | variants                            |
+|---------------|------------------------------------------|-------------------------------------|
+| `cutedsl_fa3` | this project                             | all                                 |
+| `fa3`         | fa3-fwd: FlashAttention-3, C++           | full, causal, softcap; bf16         |
+| `fa4`         | flash-attn-4: FlashAttention-4, CuTe DSL | full, causal, softcap, window, sink |
+| `cudnn`       | torch SDPA on cuDNN                      | full, causal                        |
+| `fa2`         | torch SDPA on its FlashAttention-2       | full, causal                        |
+| `flex`        | torch.compile(flex_attention), Triton    | all but sigmoid and sink            |
+
+What a provider is asked for and cannot do with a head size is its own error, and is reported.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType
 
 import torch
 
@@ -92,6 +95,7 @@ def _fa3(inputs: Inputs) -> Call:
     named = _options_only(inputs)
     _need(inputs.q.dtype == torch.bfloat16, f"{inputs.q.dtype} (this build has bf16)")
     _need(named.window is None, "local windows (left out of this build)")
+    _need(named.sink is None, "sinks")
     q, k, v = inputs.q, inputs.k, inputs.v
     return lambda: flash_attn_func(q, k, v, causal=named.causal, softcap=named.softcap)
 
@@ -104,6 +108,7 @@ def _fa4(inputs: Inputs) -> Call:
         "causal": named.causal and named.window is None,
         "window_size": named.window or (None, None),
         "softcap": named.softcap,
+        "learnable_sink": named.sink,
     }
     q, k, v = inputs.q, inputs.k, inputs.v
     return lambda: _first(flash_attn_func(q, k, v, **options))
@@ -119,7 +124,8 @@ def _sdpa(backend_name: str) -> Callable[[Inputs], Call]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         named = _options_only(inputs)
-        _need(named.window is None and not named.softcap, f"{named.name!r}")
+        plain = named.window is None and not named.softcap and named.sink is None
+        _need(plain, f"{named.name!r}")
         square = inputs.q.shape[1] == inputs.k.shape[1]
         _need(square or not named.causal, "bottom-right causal masks (its alignment is top-left)")
         q, k, v = inputs.heads_first()
@@ -140,23 +146,24 @@ def _sdpa(backend_name: str) -> Callable[[Inputs], Call]:
 def _flex(inputs: Inputs) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Each problem compiles once, here forgotten: with shapes fixed no code serves two problems, and
-    # past a limit of recompilations torch would run the next one uncompiled.
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    q, k, v = inputs.heads_first()
     named, grouped = inputs.named, inputs.grouped
+    softmax = named.weight is None and named.sink is None
+    _need(softmax, f"{named.name!r}, another softmax (flex takes scores and masks)")
+
+    def attend(q, k, v, score, blocks):
+        return flex_attention(q, k, v, score_mod=score, block_mask=blocks, enable_gqa=grouped)
+
+    # torch keeps compiled code by code object, and past a limit of recompilations it would run a
+    # problem uncompiled: each problem gets a code object of its own, and compiles once.
+    own = FunctionType(attend.__code__.replace(), attend.__globals__, closure=attend.__closure__)
+    compiled = torch.compile(own, dynamic=False, fullgraph=True)
+    q, k, v = inputs.heads_first()
     blocks = None
     if named.mask is not None:
         blocks = create_block_mask(
             named.mask, None, None, q.shape[2], k.shape[2], device=q.device.type
         )
-
-    def call() -> torch.Tensor:
-        out = compiled(q, k, v, score_mod=named.score, block_mask=blocks, enable_gqa=grouped)
-        return out.transpose(1, 2)
-
-    return call
+    return lambda: compiled(q, k, v, named.score, blocks).transpose(1, 2)
 
 
 OURS = "cutedsl_fa3"

@@ -7,11 +7,13 @@ which of them fit; the rest is compiled, proved right on sampled rows, and timed
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 
 from . import cache
-from .bench import Case, Timing, check, samples, take_turns
+from .bench import Timing, take_turns
+from .cases import Case
+from .checks import check, samples
 from .interface import attention
 from .named import named
 from .pipelines import Schedule
@@ -20,7 +22,7 @@ from .problem import Problem
 from .record import ScheduleRow
 
 OVERLAPS = ("none", "intra", "pingpong", "both")
-TILE_NS = (64, 96, 112, 128, 144, 160, 176)
+TILE_NS = (48, 64, 80, 96, 112, 128, 144, 160, 176)
 HEAD_GROUPS = (1, 2, 4, 8, 16)
 
 
@@ -46,6 +48,21 @@ def candidates(case: Case) -> list[Schedule]:
         if made not in found:
             found.append(made)
     return found
+
+
+def run(
+    plans: Iterable[tuple[Case, list[Schedule]]],
+    timing: Timing,
+    report: Callable[[str], None],
+    seed: int = 0,
+) -> Iterator[list[ScheduleRow]]:
+    """The rows of each case and its schedules in turn.
+
+    Raises: WrongResult.
+    """
+    for case, chosen in plans:
+        report(f"{case}: {len(chosen)} schedules")
+        yield measure(case, chosen, timing, report, seed)
 
 
 def measure(
@@ -80,6 +97,7 @@ def measure(
                 variant=case.variant,
                 dtype=case.dtype,
                 head_dim=case.head_dim,
+                head_dim_v=case.head_dim_v,
                 seqlen_q=case.seqlen_q,
                 seqlen_k=case.seqlen_k,
                 batch=case.batch,

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutedsl_fa3.bench import Timing, WrongResult
+from cutedsl_fa3.bench import Timing
 from cutedsl_fa3.bench_gemm import CUBLAS, Matrices, Size, measure, require_fit, schedules
+from cutedsl_fa3.checks import WrongResult
 from cutedsl_fa3.errors import LayoutError
 from cutedsl_fa3.peers import OURS
 from cutedsl_fa3.pipelines import Schedule

@@ -142,9 +142,9 @@ def test_bench_writes_one_record_of_all_cases(pretended, monkeypatch, tmp_path: 
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.iterdir()
     record = Record.read(path)
-    assert len(record.rows) == 12 and "partial" not in record.meta
+    assert len(record.rows) == 28 and "partial" not in record.meta
     assert {row.seqlen_q for row in record.rows} == {1024, 4096, 16384}
-    assert result.output.count("TFLOP/s (") == 12
+    assert result.output.count("TFLOP/s (") == 28
 
 
 def test_bench_leaves_what_it_measured_where_a_later_case_fails(
