@@ -1,0 +1,58 @@
+"""The masks and scores of the attn-gym package through the kernel, the CPU twin and the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attn_gym_variants import CASES
+from twin_cases import drawn, exact
+
+import cutedsl_fa3 as fa3
+from cutedsl_fa3 import emulate
+
+pytestmark = pytest.mark.attn_gym
+
+EVERY = pytest.mark.parametrize("name", CASES)
+HALF = 2.0**-8  # of a step of bf16, by which P and the output are rounded
+
+
+def problem(name: str, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    case = CASES[name]
+    sizes = case.batch, case.seqlen_q, case.seqlen_k, case.heads, case.heads
+    return drawn(*sizes, 64, device=device)
+
+
+def check(name: str, device: str, out: torch.Tensor, lse: torch.Tensor, slack: float) -> None:
+    """Each element within the roundings of P and of itself, and `slack` for fp32."""
+    q, k, v = problem(name, device)
+    variant = CASES[name].variant(device)
+    wanted, wanted_lse = exact(q, k, v, variant)
+    spread, _ = exact(q, k, v.abs(), variant)
+    allowed = (HALF + slack) * (spread + wanted.abs())
+    assert ((out.double() - wanted).abs() <= allowed).all()
+    seen = wanted_lse != -math.inf
+    assert torch.equal(lse != -math.inf, seen)
+    within = slack * (1 + wanted_lse[seen].abs())
+    assert ((lse.double() - wanted_lse)[seen].abs() <= within).all()
+
+
+@EVERY
+def test_the_twin_computes_what_the_reference_does(name):
+    q, k, v = problem(name)
+    out, lse, visits = emulate.attention_with_visits(q, k, v, CASES[name].variant())
+    check(name, "cpu", out, lse, 1e-4)
+    assert torch.equal(visits, fa3.visits(q, k, v, CASES[name].variant()))
+
+
+@pytest.mark.gpu
+@EVERY
+def test_the_kernel_computes_what_the_reference_does_and_visits_what_the_twin_visits(name):
+    q, k, v = problem(name, "cuda")
+    out, lse = fa3.attention_with_lse(q, k, v, CASES[name].variant("cuda"))
+    check(name, "cuda", out, lse, 1e-3)  # scores from approximate functions
+    twin = emulate.attention_with_visits(q.cpu(), k.cpu(), v.cpu(), CASES[name].variant())
+    assert (out.cpu().float() - twin.out.float()).abs().mean() <= HALF / 4 * v.float().abs().mean()
+    noted = fa3.visits(q, k, v, CASES[name].variant("cuda")).cpu()
+    assert torch.equal(noted, twin.visits)
