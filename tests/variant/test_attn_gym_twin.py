@@ -1,4 +1,4 @@
-"""The masks and scores of the attn-gym package through the kernel, the CPU twin and the reference."""
+"""The masks and scores of attn-gym through the kernel, the CPU twin and the reference."""
 
 from __future__ import annotations
 
