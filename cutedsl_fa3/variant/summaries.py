@@ -62,7 +62,7 @@ def _followed(mask: Graph, node: Node) -> list[int]:
         known = all(mask.nodes[i].dtype != "float" for i in operands)
         known &= not any(isinstance(a, float) for a in node.operands)
     elif node.op == "load":
-        known = node.depends.isdisjoint(POSITIONS)
+        known = node.dtype != "float"
     else:
         ruled = node.op in RULES or node.op in LOGIC or node.op == "where"
         known = ruled and node.dtype != "float"

@@ -8,8 +8,9 @@ Python ints, on torch tensors for many tiles at once, and inside a kernel.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ import torch
 from . import intervals
 from .bounds import Runs, TorchIntegers, visit_runs
 from .graph import Graph, Node, Ref
-from .intervals import COMPARISONS, LOGIC, UNKNOWN, Condition, Interval
+from .intervals import COMPARISONS, HIGHEST, LOGIC, LOWEST, UNKNOWN, Condition, Interval
 from .keys import QueryTile, Span, key_sets
 from .ops import Integers, Range
-from .summaries import Read, equality, reached, summaries
+from .summaries import POSITIONS, Read, equality, reached, summaries
+
+MOST_WIDE = 2  # indices of an element that are no single value
 
 Ranges = Callable[[int], Range]  # summary number -> its smallest and largest value in the tile
 
@@ -125,15 +128,28 @@ class _Evaluation:
         return unknown if node.dtype != "int" else intervals.combined(ints, node.op, tuple(args))
 
     def loaded(self, node: Node, indices: list[Interval | None]) -> Any:
-        """One element that is the same for the whole tile; others are not known."""
-        if node.dtype == "float" or not node.depends.isdisjoint({"q", "k"}):
+        """An element of a tensor: known where each index has one value or two neighbours.
+
+        So blocks of a table are found for tiles no larger than they are.
+        """
+        ints, near = self.ints, True
+        known = [i for i in indices if i is not None and (i.single or i.most < HIGHEST)]
+        wide = [i for i in known if not i.single]
+        if node.dtype == "float" or len(known) < len(indices) or len(wide) > MOST_WIDE:
             return UNKNOWN if node.dtype == "bool" else None
-        if not all(i is not None and i.single for i in indices):
-            return UNKNOWN if node.dtype == "bool" else None
-        value = self.ints.load(node.args[0], tuple(i.low for i in indices if i is not None))
+        for i in wide:
+            near = ints.and_(near, ints.not_(ints.less(ints.add(i.low, 1), i.high)))
+        ends = itertools.product(*((i.low,) if i.single else (i.low, i.high) for i in known))
+        values = [ints.load(node.args[0], corner) for corner in ends]
         if node.dtype == "bool":
-            return value, self.ints.not_(value)
-        return Interval(value, value, single=True)
+            return tuple(
+                reduce(ints.or_, map(turned, values), ints.not_(near))
+                for turned in (lambda value: value, ints.not_)
+            )
+        low, high = reduce(ints.minimum, values), reduce(ints.maximum, values)
+        if not wide:
+            return Interval(low, low, single=True)
+        return Interval(ints.where(near, low, LOWEST), ints.where(near, high, HIGHEST))
 
 
 def _value(operand: Any, values: dict[int, Any]) -> Any:
@@ -211,18 +227,28 @@ class Scan:
 
 @lru_cache(maxsize=256)
 def by_tile(mask: Graph | None) -> bool:
-    """Whether key tiles are decided one by one: something is read from memory by one position, or
-    evaluation on ranges leaves out tiles that the runs of the solved mask hold.
+    """Whether key tiles are decided one by one: something is read from memory by one position or
+    by blocks, or evaluation on ranges leaves out tiles that the runs of the solved mask hold.
 
     The latter is tried on grids of tiles, with numbers in place of captured ones. It decides how
     tiles are found, not which are right.
     """
     if mask is None:
         return False
-    return bool(summaries(mask)) or any(
+    if summaries(mask) or any(_by_blocks(mask, mask.nodes[i]) for i in reached(mask)):
+        return True
+    return any(
         _drops(mask, *probe)
         for probe in ((4096, 4096, 128, 7), (2048, 4096, 128, 3), (2**16, 2**16, 2048, 11))
     )
+
+
+def _by_blocks(mask: Graph, node: Node) -> bool:
+    """Whether a node is an element for a block of queries and a block of keys."""
+    indices = [mask.nodes[a.id] for a in node.operands if isinstance(a, Ref)]
+    wide = [i for i in indices if i.depends & POSITIONS]
+    both = node.op == "load" and node.dtype != "float" and node.depends >= POSITIONS
+    return both and all(i.op in ("floordiv", "shr") for i in wide)
 
 
 class _Pretended(TorchIntegers):
