@@ -1,8 +1,8 @@
 """Compiled kernels, found again: in this process by a dict lookup, in the next one from disk.
 
 The key of an entry is a hash of everything that affects its code (`why.Identity`): the kernel's
-printed plan, the architecture, the compiler, and the source text of this package and of the
-kernel's class. An entry is a folder named by the key:
+printed plan, the architecture, the compiler, the source text of this package, and for a class from
+outside of it what its methods trace to. An entry is a folder named by the key:
 
     <root>/<key>/kernel.o  kernel.cubin  meta.json     (meta.json holds checksums of all three)
 
@@ -33,8 +33,8 @@ from typing import Any
 
 import filelock
 
-from .compile import Compiled, Kernel, Resources, compile_kernel
-from .fingerprint import of_class, source_fingerprint, sources
+from .compile import Compiled, Kernel, Resources, compile_kernel, program
+from .fingerprint import is_ours, source_fingerprint, sources
 from .versions import toolchain
 from .why import Identity, reason
 
@@ -62,14 +62,18 @@ def get(kernel: Kernel) -> Compiled:
 
 
 def identity(kernel: Kernel) -> Identity:
-    """Everything that affects the kernel's code."""
+    """Everything that affects the kernel's code.
+
+    A class from outside of the package may read anything: it is known by what it traces to.
+    """
+    traced = b"" if is_ours(type(kernel)) else program(kernel)
     return Identity(
         name=kernel.name,
         arch=kernel.arch,
         text=kernel.key_text,
         compiler=toolchain().compiler,
         sources=sources(),
-        author=of_class(type(kernel)),
+        program=hashlib.sha256(traced).hexdigest() if traced else "",
     )
 
 

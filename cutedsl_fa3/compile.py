@@ -157,6 +157,21 @@ def compile_kernel(kernel: Kernel, *, name: str | None = None) -> Compiled:
         )
 
 
+def program(kernel: Kernel) -> bytes:
+    """What the kernel's methods trace to, before any pass: equal in every process.
+
+    Raises: VersionError; what `check` raises; whatever the DSL raises for an error in the kernel.
+    """
+    require_dsl()
+    getattr(kernel, "check", lambda: None)()
+    import cutlass.cute as cute
+
+    options = f"--gpu-arch {kernel.arch} --enable-tvm-ffi"
+    with DSL_LOCK:
+        traced = cute.compile.to_precompiled_mlir(kernel.host, *kernel.fake_args(), options=options)
+        return bytes(traced.get_bitcode())
+
+
 def _compile(kernel: Kernel, folder: Path) -> Any:
     """Run the DSL, with the cubin and ptxas' remarks in `folder`.
 

@@ -6,17 +6,14 @@ then vouch for code made from the older text, so such a fingerprint is good for 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
-import inspect
-import linecache
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 PACKAGES = ("cutedsl_fa3", "cutedsl_fa3.layouts", "cutedsl_fa3.pipelines")
 # These read, check, report or write variants: what they choose reaches a kernel through its key
@@ -116,27 +113,7 @@ def _this_process() -> bytes:
     return f"edited after import, process {os.getpid()} {_LOADED_AT!r}".encode()
 
 
-@functools.cache
-def of_class(kernel_class: type) -> str:
-    """Hash of the files and cells that define the classes of a kernel from outside the package."""
-    files = {
-        function.__code__.co_filename
-        for base in kernel_class.__mro__
-        if base.__module__.partition(".")[0] not in ("cutedsl_fa3", "cutlass", "builtins")
-        for member in vars(base).values()
-        if inspect.isfunction(function := inspect.unwrap(_getter(member)))
-    }
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        linecache.checkcache(file)
-        lines = "".join(linecache.getlines(file))
-        digest.update(lines.encode() if lines else _this_process())
-        with contextlib.suppress(OSError):  # a notebook cell is no file
-            if os.stat(file).st_mtime > _LOADED_AT:
-                digest.update(_this_process())
-    return digest.hexdigest()[:32]
-
-
-def _getter(member: Any) -> Any:
-    """The function behind a property, static or class method; anything else as it is."""
-    return getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+def is_ours(kernel_class: type) -> bool:
+    """Whether all that a kernel's class inherits is of this package, and so in `sources`."""
+    modules = {base.__module__.partition(".")[0] for base in kernel_class.__mro__}
+    return modules <= {"cutedsl_fa3", "cutlass", *sys.stdlib_module_names}

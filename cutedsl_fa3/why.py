@@ -23,7 +23,7 @@ class Identity:
     """Everything that affects a kernel's code: `key` names its entry in the cache.
 
     `text` is the kernel's own key text, `sources` has a fingerprint of each file of the package,
-    and `author` is one of the files that define the kernel's class outside of the package.
+    and `program` is one of what the kernel traces to, if its class is not of the package.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Identity:
     text: str
     compiler: str
     sources: Mapping[str, str]
-    author: str
+    program: str
 
     @property
     def key(self) -> str:
@@ -44,7 +44,7 @@ class Identity:
             self.text,
             self.compiler,
             combined(self.sources),
-            self.author,
+            self.program,
         )
         for part in parts:  # the length keeps two parts from sharing a boundary
             encoded = part.encode()
@@ -75,8 +75,8 @@ def differences(old: Identity, new: Identity) -> list[str]:
         found.append(_words(old.compiler, new.compiler))
     if changed := _files(old.sources, new.sources):
         found.append(f"sources changed: {changed}")
-    if old.author != new.author:
-        found.append("the kernel's class changed, which is not of this package")
+    if old.program != new.program and not found:  # else what was found may be the cause
+        found.append("the kernel's class, which is not of this package, traces to other code")
     return found
 
 
@@ -84,7 +84,7 @@ def _distance(old: Identity, new: Identity) -> tuple[int, int]:
     """How many parts differ, then how many lines of the key text."""
     was, now = _parts(old.text), _parts(new.text)
     parts = sum(was.get(label) != now.get(label) for label in {**was, **now})
-    others = ("name", "arch", "compiler", "sources", "author")
+    others = ("name", "arch", "compiler", "sources", "program")
     parts += sum(getattr(old, name) != getattr(new, name) for name in others)
     return parts, len(set(old.text.splitlines()) ^ set(new.text.splitlines()))
 

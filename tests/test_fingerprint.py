@@ -13,6 +13,8 @@ import pytest
 
 import cutedsl_fa3
 from cutedsl_fa3 import fingerprint
+from cutedsl_fa3.kernels.sm90.forward import ForwardSm90
+from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,18 +114,9 @@ def test_fingerprint_is_cheap():
     assert min(times) < 0.1
 
 
-def test_key_follows_the_source_of_a_kernel_class_outside_the_package(tmp_path):
-    path = tmp_path / "authors_kernel.py"
+def test_a_class_is_ours_only_if_all_that_it_inherits_is():
+    class Mine(GemmSm90):
+        """From outside, whatever it changes."""
 
-    def kernel_class(text: str, edited: float) -> type:
-        path.write_text(text)
-        os.utime(path, (edited, edited))
-        space: dict = {"__name__": "authors_kernel"}
-        exec(compile(text, str(path), "exec"), space)
-        return space["Mine"]
-
-    text = "class Mine:\n    def host(self):\n        return {}\n"
-    one = fingerprint.of_class(kernel_class(text.format(1), 1e9))
-    same = fingerprint.of_class(kernel_class(text.format(1), 1e9))
-    two = fingerprint.of_class(kernel_class(text.format(2), 1.1e9))
-    assert one == same != two
+    assert fingerprint.is_ours(GemmSm90) and fingerprint.is_ours(ForwardSm90)
+    assert not fingerprint.is_ours(Mine) and not fingerprint.is_ours(type("Deep", (Mine,), {}))

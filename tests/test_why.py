@@ -24,7 +24,7 @@ def identity(
 ) -> Identity:
     text = Plan(variant, Problem(*problem), schedule, trace).key_text
     known = Identity(
-        "forward_sm90", "sm_90a", text, "cutlass 4.8.1 cu13 ptxas 13.4", SOURCES, "author"
+        "forward_sm90", "sm_90a", text, "cutlass 4.8.1 cu13 ptxas 13.4", SOURCES, "program"
     )
     return replace(known, **others)
 
@@ -69,7 +69,9 @@ CAUSES = {
     "sources changed: layouts/tile.py (gone)": identity(
         sources={name: SOURCES[name] for name in SOURCES if "tile" not in name}
     ),
-    "the kernel's class changed, which is not of this package": identity(author="another"),
+    "the kernel's class, which is not of this package, traces to other code": identity(
+        program="another"
+    ),
 }
 
 
