@@ -92,7 +92,7 @@ def test_audit_exits_with_1_on_a_difference(monkeypatch: pytest.MonkeyPatch) -> 
     assert run("audit", "--head-dim", "64").exit_code == 1
 
 
-@pytest.mark.parametrize("command", ["bench", "bench-gemm"])
+@pytest.mark.parametrize("command", ["bench", "bench-gemm", "bench-variants", "tune"])
 def test_bench_without_a_gpu_says_what_it_needs(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +145,41 @@ def test_bench_writes_one_record_of_all_cases(pretended, monkeypatch, tmp_path: 
     assert len(record.rows) == 28 and "partial" not in record.meta
     assert {row.seqlen_q for row in record.rows} == {1024, 4096, 16384}
     assert result.output.count("TFLOP/s (") == 28
+
+
+def test_bench_variants_writes_one_record_of_all_groups(
+    pretended, monkeypatch, tmp_path: Path
+) -> None:
+    def measure(cases, *rest) -> list[Row]:
+        return [measured_row(case) for case in cases]
+
+    monkeypatch.setattr("cutedsl_fa3.bench.measure_together", measure)
+    result = run(
+        "bench-variants", "--variant", "alibi", "--variant", "sink", "--out", str(tmp_path)
+    )
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("variants-*.json")
+    record = Record.read(path)
+    assert "partial" not in record.meta
+    assert [(row.head_dim, row.variant) for row in record.rows] == [
+        (d, name) for d in (64, 128) for name in ("alibi", "sink", "causal")
+    ]
+
+
+def test_tune_writes_one_record_of_pairs_of_head_sizes(pretended, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("cutedsl_fa3.tune.measure", lambda case, *rest: [measured_row(case)])
+    result = run("tune", "--head-dims", "192x128,96", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.glob("tune-*.json")
+    sizes = [(row.head_dim, row.head_dim_v) for row in Record.read(path).rows]
+    assert sizes == [(192, 128)] * 2 + [(96, 96)] * 2
+
+
+@pytest.mark.parametrize("command", ["bench", "bench-variants", "tune"])
+def test_measurements_refuse_what_is_no_head_size(command: str) -> None:
+    result = run(command, "--head-dims", "64,128by64")
+    assert result.exit_code == 2
+    assert "128by64" in result.stderr and "192x128" in result.stderr
 
 
 def test_bench_leaves_what_it_measured_where_a_later_case_fails(
