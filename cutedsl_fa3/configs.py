@@ -7,7 +7,6 @@ stands for all of its kind, because what a kernel holds in registers depends on 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from . import masks, scores
 from .plans import Plan
 from .problem import DTYPES, LARGEST, NATIVE, STEP, Problem
 from .schedules import needs
-from .variant import Variant
+from .variant import Elementwise, OnlineSoftmax, Variant
 
 HEADS = 8  # of the captured tensors here; a plan is for any number
 
@@ -36,12 +35,21 @@ def kinds() -> dict[str, Variant]:
     slopes = torch.linspace(0.5, 0.1, HEADS)
     table = torch.zeros(HEADS, 2 * 64 + 1)
     documents = torch.arange(64) // 8
+
+    def packed(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (documents[q] == documents[k]) & (k <= q)
+
+    def gated(o: Any, lse: Any, b: Any, h: Any, q: Any) -> Any:
+        return o * torch.sigmoid(slopes[h] + lse)
+
     return {
         "nothing": Variant(mask=masks.causal),
         "uniform": Variant(scores.alibi(slopes), masks.causal),
         "elements": Variant(scores.relative_bias(table), masks.causal),
         "much": Variant(laborious, masks.causal),
-        "documents": Variant(mask=lambda b, h, q, k: (documents[q] == documents[k]) & (k <= q)),
+        "documents": Variant(mask=packed),
+        "gated": Variant(mask=masks.causal, softmax=OnlineSoftmax(slopes), epilogue=gated),
+        "elementwise": Variant(mask=masks.causal, softmax=Elementwise(torch.sigmoid)),
     }
 
 
@@ -97,6 +105,7 @@ COLUMNS = (
     "SMEM B",
     "registers a thread",
 )
+DTYPE = COLUMNS.index("dtype")
 
 
 def cells(plan: Plan) -> tuple[str, ...]:
@@ -130,17 +139,24 @@ def _softmax(variant: Variant) -> str:
 
 
 def table() -> Table:
-    """All configurations as a table, each row checked by the rules of its plan."""
+    """All configurations as a table, each checked by the rules of its plan.
+
+    Types that differ in nothing else share a row.
+    """
     made = Table(*COLUMNS, box=None, header_style="bold", pad_edge=False)
-    for row in _rows():
-        made.add_row(*row)
+    for row, dtypes in _rows().items():
+        made.add_row(*row[:DTYPE], ", ".join(dtypes), *row[DTYPE:])
     return made
 
 
-def _rows() -> Iterator[tuple[str, ...]]:
+def _rows() -> dict[tuple[str, ...], list[str]]:
+    """The types of each row of the table, by its other cells."""
+    found: dict[tuple[str, ...], list[str]] = {}
     for plan in configs():
         plan.check()
-        yield cells(plan)
+        row = cells(plan)
+        found.setdefault(row[:DTYPE] + row[DTYPE + 1 :], []).append(row[DTYPE])
+    return found
 
 
 NOTE = (
