@@ -146,7 +146,8 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> Mask:
 
     `ids` has an entry for each key position, and a query is of the document at its position; one
     that stands before the first key is of none. With `key_ids`, `ids` has an entry for each query
-    instead (cross attention). Tiles of other documents are skipped; ids need not be sorted.
+    instead (cross attention). Ids need not be sorted; where they are, a launch visits the tiles of
+    the own documents only.
 
     Shape: (seqlen,) or (batch, seqlen), integers.
     Raises: VariantError for another type, shape or dtype.
@@ -362,7 +363,7 @@ def neighborhood(shape: Sequence[int], kernel: int | Sequence[int]) -> Mask:
 def block_sparse(table: torch.Tensor, size: int) -> Mask:
     """A query sees the blocks of `size` keys that the row of its own block of positions marks.
 
-    Tiles are skipped where the query tile and the key tile each lie within one block.
+    Tiles no larger than a block are skipped where no block that they touch is marked.
 
     Shape: table (q_blocks, k_blocks), (heads, q_blocks, k_blocks) or
         (batch, heads, q_blocks, k_blocks), bool.
