@@ -1,7 +1,8 @@
 """Outputs that a hidden value has spoilt, computed again from the keys that the row sees.
 
 WGMMA multiplies every value of a visited tile, and 0 * NaN is NaN: a value that is not finite, at a
-key that only some rows of the tile see, spoils its column for all of them. What is lost shows as an
+key that only some rows of the tile see (the mask shows it, and its score is not -inf), spoils its
+column for all of them. What is lost shows as an
 output that is not finite in a row whose sum is; such rows, rare as they are, are computed again:
 
     the row sees a value that is not finite     the sum of those values, as IEEE has it
@@ -59,7 +60,7 @@ class Again:
         for chunk in cutlass.range(thread % LANES, chunks, LANES, unroll=1):
             seen, tainted = _zeros(), _zeros()
             for key in cutlass.range(self.elements.seqlen_k, unroll=1):
-                visible = self.visible(row, key)
+                visible = self.sees(row, key)
                 values = _vector(self.v, key, chunk)
                 for e in cutlass.range_constexpr(VECTOR):
                     zero = values[e] * 0.0
@@ -69,7 +70,7 @@ class Again:
             again = _zeros()
             if _not_finite(tainted):
                 for key in cutlass.range(self.elements.seqlen_k, unroll=1):
-                    if self.visible(row, key):
+                    if self.sees(row, key):
                         values = _vector(self.v, key, chunk)
                         p = self.weight(row, key, lse)
                         for e in cutlass.range_constexpr(VECTOR):
@@ -85,24 +86,31 @@ class Again:
                     right = self.finished(right, row, lse)
                     out[chunk * VECTOR + e] = right.to(out.element_type)
 
-    def visible(self, row: Int32, key: Int32) -> Boolean:
-        """Whether query `row` sees `key`."""
+    @cute.jit
+    def sees(self, row, key):
+        """Whether query `row` sees `key`: the mask shows it, and its score is not -inf."""
         at = {"q": row, "k": key, **self.elements.uniform}
-        return self.elements.visible(at, 0, 0, ({}, {}, {}))
+        visible = self.elements.visible(at, 0, 0, ({}, {}, {}))
+        if cutlass.const_expr(self.elements.score is not None and self.elements.weight is None):
+            if visible:
+                visible = self.score(row, key) != -Float32.inf
+        return visible
 
     @cute.jit
-    def weight(self, row, key, lse):
-        """The weight of a visible key, from its product with the query."""
+    def score(self, row, key):
+        """What the variant's functions make of a key's product with the query."""
         raw = Float32(0.0)
         for part in cutlass.range(self.head_dim // VECTOR, unroll=1):
             a, b = _vector(self.q, row, part), _vector(self.k, key, part)
             for e in cutlass.range_constexpr(VECTOR):
                 raw = cute.math.fma(a[e], b[e], raw)
         at = {"q": row, "k": key, **self.elements.uniform}
-        value = self.elements.changed(raw, at, 0, 0, ({}, {}, {}))
-        if cutlass.const_expr(lse is not None):
-            value = exp2(value * self.elements.scale_log2 - lse * LOG2_E)
-        return value
+        return self.elements.changed(raw, at, 0, 0, ({}, {}, {}))
+
+    def weight(self, row: Int32, key: Int32, lse: Float32 | None) -> Float32:
+        """The weight of a visible key."""
+        value = self.score(row, key)
+        return value if lse is None else exp2(value * self.elements.scale_log2 - lse * LOG2_E)
 
     def finished(self, value: Float32, row: Int32, lse: Float32 | None) -> Float32:
         """The epilogue function on one output."""

@@ -119,7 +119,8 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         self.barriers = Barriers(table)
         self.order = TileOrder(s.head_group)
         self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
-        self.repairs = plan.variant.mask is not None  # only a mask hides values of a visited tile
+        # A mask hides values of a visited tile, and so does a score of -inf.
+        self.repairs = plan.variant.mask is not None or plan.variant.score is not None
         self.first_consumer_thread = WARP * first_warps(self.roles)["consumer"]
 
     @property
