@@ -8,7 +8,7 @@ import torch
 from cutedsl_fa3 import reference
 from cutedsl_fa3.cases import VARIANTS, Case
 from cutedsl_fa3.checks import WrongResult, check, samples
-from cutedsl_fa3.peers import Inputs
+from cutedsl_fa3.peers import OURS, PROVIDERS, Inputs
 
 SMALL = Case("causal", "bf16", 64, 64, 48, 80, 2, 4, 2)
 
@@ -23,6 +23,14 @@ def reference_call(inputs: Inputs):
 def test_the_check_accepts_torch_at_the_input_dtype(variant: str, dtype: str) -> None:
     inputs = Case(variant, dtype, 64, 32, 48, 80, 2, 4, 2).inputs("cpu")
     check(inputs, reference_call(inputs))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ours_is_right_for_every_variant_of_the_record(variant: str, device: str) -> None:
+    name = variant.replace("1000", "100").replace("1024", "100")
+    inputs = Case(name, "bf16", 128, 128, 500, 500, 1, 2, 2).inputs(device)
+    assert check(inputs, PROVIDERS[OURS].prepare(inputs)) > 0
 
 
 @pytest.mark.parametrize("variant", ["sigmoid", "sink", "documents:30", "bias"])
