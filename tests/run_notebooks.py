@@ -41,23 +41,27 @@ def execute(path: Path) -> NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     with tempfile.TemporaryDirectory(prefix="notebook_") as scratch:
+        kernel = KernelManager(
+            kernel_spec_manager=ThisPython(), transport="ipc", ip=f"{scratch}/kernel"
+        )
         client = NotebookClient(
             notebook,
-            km=KernelManager(
-                kernel_spec_manager=ThisPython(), transport="ipc", ip=f"{scratch}/kernel"
-            ),
+            km=kernel,
             timeout=CELL_SECONDS,
             record_timing=False,
             coalesce_streams=True,
             resources={"metadata": {"path": str(path.parent)}},
         )
-        client.execute(
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "CUTEDSL_FA3_CACHE": f"{scratch}/cache",  # what is compiled, and said of it
-            }
-        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "CUTEDSL_FA3_CACHE": f"{scratch}/cache",  # outputs say what had to be compiled
+        }
+        try:
+            client.execute(env=environment)
+        finally:  # nbclient leaves a kernel that it was given running
+            if kernel.has_kernel:
+                kernel.shutdown_kernel(now=True)
     return _portable(notebook)
 
 
