@@ -23,6 +23,7 @@ from . import approximations
 from .bounds import QueryTile, Runs, key_sets, visit_runs
 from .graph import LARGEST, Graph, Node, Ref
 from .ops import Range
+from .pairs import offset_from_k, read_along_k
 from .summaries import Read, per
 from .tiles import Scan
 
@@ -208,25 +209,39 @@ class Lowering:
     """One graph over the captured tensors of its variant, ready to be evaluated at positions.
 
     `uniform` holds the inputs that are one value for the whole work tile (b, h, the lengths). What
-    follows from them alone is computed here, so create it where the work tile begins.
+    follows from them alone is computed here, so create it where the work tile begins. `pairs` are
+    the captured tensors that can be read two keys at a time (see pairs.py).
     """
 
     def __init__(
-        self, graph: Graph, captures: tuple[cute.Tensor, ...], uniform: Mapping[str, Int32]
+        self,
+        graph: Graph,
+        captures: tuple[cute.Tensor, ...],
+        uniform: Mapping[str, Int32],
+        pairs: frozenset[int] = frozenset(),
     ) -> None:
         self.graph = graph
         self.captures = captures
+        self._paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in pairs}
         self._uniform: dict[int, Any] = {}
         known = frozenset(uniform)
         for number, node in enumerate(graph.nodes):
             if node.depends <= known:
                 self._uniform[number] = self._compute(node, self._uniform.__getitem__, uniform)
 
-    def at(self, positions: Mapping[str, Any], row: int, column: int, memo: dict) -> Any:
+    def at(
+        self,
+        positions: Mapping[str, Any],
+        row: int,
+        column: int,
+        memo: dict,
+        in_pairs: bool = False,
+    ) -> Any:
         """The result at one element, whose `positions` give score, q and k, or o, lse and q.
 
         `row` and `column` name the element among those sharing `memo`: values that depend on one of
-        q and k only are found there.
+        q and k only are found there. `in_pairs` says that each even column has an even k, and the
+        next column the next.
         """
 
         def value(number: int) -> Any:
@@ -238,11 +253,25 @@ class Lowering:
                 None if node.depends.isdisjoint(ROW | ELEMENT) else row,
                 None if node.depends.isdisjoint(COLUMN | ELEMENT) else column,
             )
-            if key not in memo:
+            if key in memo:
+                return memo[key]
+            if in_pairs and number in self._paired:
+                first = column - column % 2
+                both = self._pair(node, value, column % 2)
+                memo.update({(*key[:2], first + n): element for n, element in enumerate(both)})
+            else:
                 memo[key] = self._compute(node, value, positions)
             return memo[key]
 
         return value(self.graph.output)
+
+    def _pair(self, node: Node, value: Callable, ahead: int) -> tuple[Any, Any]:
+        """A load at an even k and at the next, `ahead` elements before the index it is given."""
+        indices = [value(a.id) if isinstance(a, Ref) else constant(a) for a in node.operands]
+        offset = offset_from_k(self.graph, node.args[-1])
+        indices[-1] = indices[-1] - ahead if ahead else indices[-1]
+        below = offset is not None and offset < 0
+        return load_pair(self.captures[node.args[0]], indices, node.dtype, below)
 
     def _compute(self, node: Node, value: Callable, inputs: Mapping[str, Any]) -> Any:
         if node.op == "input":
@@ -268,12 +297,40 @@ def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
     Tiles reach past the ends of the sequences, and masked positions may index anywhere; neither may
     read outside the tensor.
     """
-    extents = capture.shape if indices else ()  # a scalar is passed as one element
-    clamped = [
+    clamped = _clamped(capture, indices)
+    return _typed(capture[clamped] if clamped else capture[0], dtype)
+
+
+def _clamped(capture: cute.Tensor, indices: list[Int32]) -> tuple[Int32, ...]:
+    extents = capture.shape[: len(indices)]  # a scalar is passed as one element
+    return tuple(
         select(i < 0, Int32(0), select(i < size, i, size - 1))
         for i, size in zip(indices, extents, strict=True)
-    ]
-    element = capture[tuple(clamped)] if clamped else capture[0]
+    )
+
+
+def load_pair(
+    capture: cute.Tensor, indices: list[Int32], dtype: str, below: bool
+) -> tuple[Any, Any]:
+    """The elements at an even last index and at the next, by one load; clamped as `load` clamps.
+
+    The last extent is even (see pairs.py); `below` says that the last index may be negative.
+    """
+    first, size = indices[-1], capture.shape[-1]
+    inside = select(first < size, first, size - 2)
+    if below:
+        inside = select(first < 0, Int32(0), inside)
+    row = capture[(*_clamped(capture, indices[:-1]), None)]
+    two = cute.make_tensor(row.iterator + cute.assume(inside, divby=2), cute.make_layout(2)).load()
+    element = capture.element_type  # a loaded vector forgets that its elements have no sign
+    a, b = (_typed(element(two[n]), dtype) for n in range(2))
+    # Beyond an end both are the element there.
+    second = select(first < 0, a, b) if below else b
+    return select(first < size, a, b), second
+
+
+def _typed(element: Any, dtype: str) -> Any:
+    """What an element of memory is in the graph."""
     if dtype == "bool":
         return element != 0
     if isinstance(element, Int64):  # integers are 32-bit: what is beyond them stays beyond
