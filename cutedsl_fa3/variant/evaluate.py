@@ -77,8 +77,9 @@ class _Reader:
         clamped = []
         for axis, (index, size) in enumerate(zip(indices, capture.shape, strict=True)):
             inside = index.clamp(0, size - 1)
-            if self.visible is not None:
-                self.check(number, axis, index, (index != inside) & self.visible)
+            outside = index != inside
+            if self.visible is not None and outside.any():
+                self.check(number, axis, index, outside & self.visible)
             clamped.append(inside.long().to(capture.device))
         value = capture[tuple(clamped)].to(self.device)
         if value.is_floating_point():
