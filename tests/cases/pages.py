@@ -52,7 +52,9 @@ class Pages:
         count = math.prod(shape)
         address = self.end - count * size if last else self.start
         described = Memory(address, (count,), _BYTES[size])
-        return torch.as_tensor(described, device="cuda").view(dtype).view(shape)
+        made = torch.as_tensor(described, device="cuda")
+        assert made.data_ptr() == address, "copied"
+        return made.view(dtype).view(shape)
 
 
 class Memory:

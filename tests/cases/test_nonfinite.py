@@ -65,9 +65,9 @@ SITE = st.tuples(
 )
 
 
-@pytest.mark.parametrize("dim", [64, 128, 192, 256, 40])
+@pytest.mark.parametrize("dim", [64, 128, 256, 40])
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(sites=st.lists(SITE, min_size=1, max_size=4))
 def test_what_is_not_finite_reaches_just_what_it_reaches_in_the_reference(device, name, dim, sites):
     inputs = dict(zip("qkv", drawn(device, SIZES, dim), strict=True))
