@@ -133,12 +133,13 @@ class _Evaluation:
         So blocks of a table are found for tiles no larger than they are.
         """
         ints, near = self.ints, True
-        known = [i for i in indices if i is not None and (i.single or i.most < HIGHEST)]
+        known = [i for i in indices if i is not None]
         wide = [i for i in known if not i.single]
         if node.dtype == "float" or len(known) < len(indices) or len(wide) > MOST_WIDE:
             return UNKNOWN if node.dtype == "bool" else None
         for i in wide:
-            near = ints.and_(near, ints.not_(ints.less(ints.add(i.low, 1), i.high)))
+            low = i.low if i.most < HIGHEST else ints.minimum(i.low, HIGHEST - 1)
+            near = ints.and_(near, ints.not_(ints.less(ints.add(low, 1), i.high)))
         ends = itertools.product(*((i.low,) if i.single else (i.low, i.high) for i in known))
         values = [ints.load(node.args[0], corner) for corner in ends]
         if node.dtype == "bool":

@@ -111,6 +111,7 @@ COMPARE = st.sampled_from(
 )
 PER_BATCH = torch.arange(2 * LENGTH, dtype=torch.int32).reshape(2, LENGTH) // 11
 PER_HEAD = (torch.arange(2 * LENGTH).reshape(2, LENGTH) % 23 - 5).to(torch.int16)
+GRID = torch.randint(-3, 4, (4, 5), generator=torch.Generator().manual_seed(1))
 FLOATS = torch.linspace(-1, 1, LENGTH)
 LENGTHS = torch.tensor([17, 40])
 FLAGS = torch.arange(LENGTH) % 20 < 12
@@ -136,6 +137,8 @@ def numbers(draw, depth: int = 3):
                     lambda b, h, q, k: LENGTHS[b] + 0,
                     lambda b, h, q, k: LENGTHS[h & 1],
                     lambda b, h, q, k: vector[q - k],
+                    lambda b, h, q, k: GRID[q // 16, k // 16],
+                    lambda b, h, q, k: GRID[vector[q], vector[k]],
                     lambda b, h, q, k: q + (seqlen_k - seqlen_q),
                 ]
             )
@@ -319,6 +322,19 @@ def test_a_tile_of_one_document_needs_no_mask_and_one_of_another_no_visit():
     assert decided[2] == (False, True)
     assert decided[3] == decided[4] == decided[5] == (True, False)
     assert not decided[6][0]
+
+
+def test_a_table_of_pairs_of_documents_is_read_where_a_tile_has_one_or_two_neighbours():
+    seen = torch.eye(15, dtype=torch.bool)
+    seen[3, 1] = True
+    variant = Variant(mask=lambda b, h, q, k: seen[DOCUMENT[q], DOCUMENT[k]])
+    table = summarise(variant.mask, variant.captures, 1, 1, 4096, 4096, 100, 100)
+    read = reader(variant.mask, table, 0, 0)
+    ints, tile = PythonIntegers(variant.captures), QueryTile(900, 999, 0, 0, 4096, 4096)
+    scan = Scan(variant.mask, tile, 9, 100, ints, read)
+    decided = {n: scan.decide(n) for n in range(41)}
+    assert [n for n, (visited, _) in decided.items() if visited] == [3, 4, 5, 9, 10, 11]
+    assert not any(decided[n][1] for n in (3, 4, 5, 9, 10, 11))
 
 
 @given(runs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=5))

@@ -30,6 +30,8 @@ EXTREME = torch.where(_vector(0, 5) > 0, _vector(0, 9), _vector(-(2**31), 2**31)
 LONGS = torch.tensor([2**40, -(2**40), 7, -7])
 SHORTS = _vector(-99, 99, 3, 170, dtype=torch.int16)
 BYTES = _vector(0, 256, 2, 170, dtype=torch.uint8)
+GRID = _vector(-3, 4, 4, 6)
+PAIRS = _vector(0, 3, 6, 6) > 1
 FLAGS = torch.arange(170) % 50 < 30
 FLOATS = torch.linspace(-1.0, 1.0, 170)
 LENGTHS = torch.tensor([17, 400])
@@ -48,6 +50,8 @@ SUMMARISED = {
     "each head, each batch entry": lambda b, h, q, k: SHORTS[h, q] * 3 > BYTES[b, k] - 9,
     "conditions": lambda b, h, q, k: (FLAGS[k] & (k > 5)) | (FLOATS[q] * 2 > 0.5),
     "bits": lambda b, h, q, k: ((1 << DOC[q]) & (5 << DOC[k]) & ~(k & 3)) != 0,
+    "a table of pairs": lambda b, h, q, k: GRID[DOC[q], EXTREME[k]] > 0,
+    "a table of pairs, by conditions": lambda b, h, q, k: PAIRS[DOC[q], DOC[k]] & (k <= q),
     "quotients": lambda b, h, q, k: (
         torch.fmod(EXTREME[q], 7) <= torch.div(SHORTS[h, k], 9, rounding_mode="trunc")
     ),
