@@ -32,6 +32,7 @@ from .plans import Plan
 from .problem import Problem
 from .variant import Variant
 from .variant.evaluate import evaluate
+from .variant.pairs import pairs
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -245,10 +246,10 @@ def launcher(
 ) -> Launcher:
     """The loaded kernel of a plan; compiled, or taken from the disk, the first time.
 
-    Captured tensors may have changed their types since: those choose the kernel too.
+    Captured tensors may have changed their types and layouts since: those choose the kernel too.
     """
     types = tuple(t.dtype for t in variant.captures)
-    key = (dtype, head_dim, head_dim_v, schedule, trace, types)
+    key = (dtype, head_dim, head_dim_v, schedule, trace, types, pairs(variant))
     known = _launchers.setdefault(variant, {})
     found = known.get(key)
     if found is None:

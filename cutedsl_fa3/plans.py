@@ -14,6 +14,7 @@ from .problem import Problem
 from .schedules import default_schedule
 from .variant import Variant
 from .variant.describe import describe
+from .variant.pairs import pairs
 from .variant.summaries import table_shape
 from .variant.tiles import by_tile
 
@@ -44,6 +45,14 @@ class Plan:
         """Whether the producer decides key tiles one by one and tells the consumers."""
         return by_tile(self.variant.mask)
 
+    @cached_property
+    def pairs(self) -> frozenset[int]:
+        """Captured tensors whose elements of two neighbouring keys are read by one load.
+
+        Their layout and address allow it now, so this is part of the key.
+        """
+        return pairs(self.variant)
+
     def table_shape(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple | None:
         """Shape of the table that summarises captured vectors by block; None if none is needed."""
         tile = (self.schedule.tile_m, self.schedule.tile_n)
@@ -72,13 +81,19 @@ class Plan:
     @cached_property
     def key_text(self) -> str:
         """Everything that affects the code: equal text means equal code."""
-        traced = "\ntraces its visits" if self.trace else ""
-        return f"{self.problem}\n{self.schedule!r}\n{self.variant.text}{traced}"
+        lines = [str(self.problem), repr(self.schedule), self.variant.text]
+        if self.pairs:
+            lines.append(f"read in pairs: {', '.join(f't{n}' for n in sorted(self.pairs))}")
+        if self.trace:
+            lines.append("traces its visits")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         kernel = self.kernel
         lines = [f"forward on SM90: {self.problem}", "", "variant"]
         lines += [f"  {line}" for line in self.variant.text.splitlines()]
+        if self.pairs:
+            lines.append(f"  two keys a load: {', '.join(f't{n}' for n in sorted(self.pairs))}")
         lines += ["", f"visits   {describe(self.variant.mask)}"]
         lines += [f"aligned  {_alignment(self.variant)}"]
         lines += [f"softmax  {_softmax(self.variant)}"]

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -223,6 +224,7 @@ class Lowering:
         self.graph = graph
         self.captures = captures
         self._paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in pairs}
+        self._distances = distances(graph)
         self._uniform: dict[int, Any] = {}
         known = frozenset(uniform)
         for number, node in enumerate(graph.nodes):
@@ -241,7 +243,8 @@ class Lowering:
 
         `row` and `column` name the element among those sharing `memo`: values that depend on one of
         q and k only are found there. `in_pairs` says that each even column has an even k, and the
-        next column the next.
+        next column the next. `positions` may hold "origin", as (first q, first k, q's and k's
+        distance from them as Python ints): then distances become floats by one addition each.
         """
 
         def value(number: int) -> Any:
@@ -259,11 +262,36 @@ class Lowering:
                 first = column - column % 2
                 both = self._pair(node, value, column % 2)
                 memo.update({(*key[:2], first + n): element for n, element in enumerate(both)})
+            elif number in self._distances and "origin" in positions:
+                memo[key] = self._distance(number, positions, memo)
             else:
                 memo[key] = self._compute(node, value, positions)
             return memo[key]
 
         return value(self.graph.output)
+
+    def _distance(self, number: int, positions: Mapping[str, Any], memo: dict) -> Float32:
+        """An integer that grows evenly with q and k, as a float: that of the tile's first, moved.
+
+        The conversion instruction is as slow as an exponential. Beyond 2^24 the result is rounded
+        twice.
+        """
+        steps = self._distances[number]
+        first_q, first_k, ahead_q, ahead_k = positions["origin"]
+        key = ("origin", steps.node)
+        if key not in memo:
+            first = {**positions, "q": first_q, "k": first_k}
+            memo[key] = Float32(self._at_once(steps.node, first))
+        moved = memo[key] + float(steps.q * ahead_q + steps.k * ahead_k)
+        return absolute(moved) if steps.magnitude else moved
+
+    def _at_once(self, number: int, positions: Mapping[str, Any]) -> Any:
+        """One node's value, nothing remembered."""
+        if number in self._uniform:
+            return self._uniform[number]
+        return self._compute(
+            self.graph.nodes[number], lambda n: self._at_once(n, positions), positions
+        )
 
     def _pair(self, node: Node, value: Callable, ahead: int) -> tuple[Any, Any]:
         """A load at an even k and at the next, `ahead` elements before the index it is given."""
@@ -284,6 +312,53 @@ class Lowering:
         if node.op == "load":
             return load(self.captures[node.args[0]], operands, node.dtype)
         return LOWER[node.op](*operands)
+
+
+class Steps(NamedTuple):
+    """An integer node that grows by `q` with each query and by `k` with each key."""
+
+    node: int
+    q: int
+    k: int
+    magnitude: bool  # whether its absolute value is meant
+
+
+@lru_cache(maxsize=256)
+def distances(graph: Graph) -> dict[int, Steps]:
+    """Conversions to float, by node number, of what grows evenly with query and key."""
+    found = {}
+    for number, node in enumerate(graph.nodes):
+        if node.op != "to_float" or not node.depends >= {"q", "k"}:
+            continue
+        inner = node.args[0].id
+        magnitude = graph.nodes[inner].op == "abs"
+        inner = graph.nodes[inner].args[0].id if magnitude else inner
+        steps = _steps(graph, Ref(inner))
+        if steps is not None:
+            found[number] = Steps(inner, *steps, magnitude)
+    return found
+
+
+def _steps(graph: Graph, value: Any) -> tuple[int, int] | None:
+    """By how much an integer grows with q and with k, if by the same everywhere."""
+    if not isinstance(value, Ref):
+        return 0, 0
+    node = graph.nodes[value.id]
+    if node.depends.isdisjoint(ROW | COLUMN | ELEMENT):
+        return 0, 0
+    if node.op == "input":
+        return {"q": (1, 0), "k": (0, 1)}.get(node.args[0])
+    parts = [_steps(graph, a) for a in node.operands]
+    if node.op not in ("add", "sub", "neg", "mul") or None in parts:
+        return None
+    if node.op == "mul":
+        factors = [a for a in node.args if not isinstance(a, Ref)]
+        (a, b), (c, d) = parts  # one of them is that of the number, which does not grow
+        return (factors[0] * (a + c), factors[0] * (b + d)) if factors else None
+    if node.op == "neg":
+        return -parts[0][0], -parts[0][1]
+    sign = 1 if node.op == "add" else -1
+    return parts[0][0] + sign * parts[1][0], parts[0][1] + sign * parts[1][1]
 
 
 def constant(number: bool | int | float) -> Any:

@@ -35,13 +35,16 @@ class Elements:
         scale: Float32,
         head: tuple[Int32, Int32],
         seqlens: tuple[Int32, Int32],
+        pairs: frozenset[int] = frozenset(),
     ) -> None:
         self.variant = variant
         self.scale = scale
         self.seqlen_q, self.seqlen_k = seqlens
         uniform = {"b": head[0], "h": head[1], "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
         self.uniform, self.captures = uniform, captures
-        lowered = {role: Lowering(g, captures, uniform) for role, g in variant.graphs.items()}
+        lowered = {
+            role: Lowering(g, captures, uniform, pairs) for role, g in variant.graphs.items()
+        }
         self.score, self.mask = lowered.get("score"), lowered.get("mask")
         self.weight, self.epilogue = lowered.get("weight"), lowered.get("epilogue")
         self.changes = self.score is not None or self.weight is not None
@@ -49,17 +52,23 @@ class Elements:
         self.scale_log2 = Float32(LOG2_E) if self.changes else scale * LOG2_E
 
     @staticmethod
-    def fake_captures(variant: Variant) -> tuple[cute.Tensor, ...]:
-        """Stand-ins for the captured tensors, for compilation: rank and type, any extent."""
-        return tuple(
-            make_fake_tensor(
-                CAPTURE_ELEMENTS[tensor.dtype],
-                tuple(cute.sym_int() for _ in range(max(1, tensor.dim()))),
-                tuple(cute.sym_int64() for _ in range(max(1, tensor.dim()))),
-                assumed_align=tensor.element_size(),
-            )
-            for tensor in variant.captures
-        )
+    def fake_captures(variant: Variant, pairs: frozenset[int]) -> tuple[cute.Tensor, ...]:
+        """Stand-ins for the captured tensors, for compilation: rank and type, any extent.
+
+        Those of `pairs` can be read two neighbours at a time.
+        """
+        made = []
+        for number, tensor in enumerate(variant.captures):
+            rank, size = max(1, tensor.dim()), tensor.element_size()
+            shape = tuple(cute.sym_int() for _ in range(rank))
+            strides = tuple(cute.sym_int64() for _ in range(rank))
+            if number in pairs:
+                size *= 2
+                shape = (*shape[:-1], cute.sym_int(divisibility=2))
+                strides = (*(cute.sym_int64(divisibility=2) for _ in range(rank - 1)), 1)
+            element = CAPTURE_ELEMENTS[tensor.dtype]
+            made.append(make_fake_tensor(element, shape, strides, assumed_align=size))
+        return tuple(made)
 
     def query_tile(self, m_block: Int32, tile_m: int) -> QueryTile:
         """The queries of one tile, inside the sequence."""
@@ -107,28 +116,32 @@ class Elements:
         keys = [first_k + offset for offset in places.col_offsets]
         for c in range(len(keys)):
             for r in range(len(queries)):
-                at = {"q": queries[r], "k": keys[c], **self.uniform}
-                value = self.changed(acc_s[r, c], at, r, c, memo)
+                ahead = (places.row_offsets[r], places.col_offsets[c])
+                at = {"q": queries[r], "k": keys[c], "origin": (first_q, first_k, *ahead)}
+                at.update(self.uniform)
+                value = self.changed(acc_s[r, c], at, r, c, memo, in_pairs=True)
                 if masked:
-                    visible = self.visible(at, r, c, memo)
+                    visible = self.visible(at, r, c, memo, in_pairs=True)
                     value = select(visible, value, self.hidden)
                 acc_s[r, c] = value
 
-    def changed(self, raw: Float32, at: dict, r: int, c: int, memo: tuple) -> Float32:
+    def changed(
+        self, raw: Float32, at: dict, r: int, c: int, memo: tuple, in_pairs: bool = False
+    ) -> Float32:
         """What the score and the weight function make of a raw product."""
         if not self.changes:
             return raw
         value = raw * self.scale
         if self.score:
-            value = self.score.at({**at, "score": value}, r, c, memo[0])
+            value = self.score.at({**at, "score": value}, r, c, memo[0], in_pairs)
         if self.weight:
-            value = self.weight.at({**at, "score": value}, r, c, memo[1])
+            value = self.weight.at({**at, "score": value}, r, c, memo[1], in_pairs)
         return value
 
-    def visible(self, at: dict, r: int, c: int, memo: tuple) -> Boolean:
+    def visible(self, at: dict, r: int, c: int, memo: tuple, in_pairs: bool = False) -> Boolean:
         """Whether the key lies inside the sequence and the mask shows it."""
         inside = at["k"] < self.seqlen_k
-        return inside & self.mask.at(at, r, c, memo[2]) if self.mask else inside
+        return inside & self.mask.at(at, r, c, memo[2], in_pairs) if self.mask else inside
 
     def finish(
         self, acc_o: cute.Tensor, lse: list[Float32] | None, first_q: Int32, places: wgmma.Places

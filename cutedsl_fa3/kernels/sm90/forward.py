@@ -181,7 +181,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
 
     def fake_args(self) -> tuple:
         """Stand-ins for the arguments of `host`: any lengths, heads, batch and strides."""
-        captures = Elements.fake_captures(self.plan.variant) or None
+        captures = Elements.fake_captures(self.plan.variant, self.plan.pairs) or None
         return fake_args(self.plan, captures)
 
     @cute.jit
@@ -218,9 +218,9 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         batch = head_of_all // heads
         head = head_of_all - batch * heads
         kv_head = head // (heads // kv_heads)
-        elements = Elements(
-            self.plan.variant, io.captures, io.scale, (batch, head), (seqlen_q, seqlen_k)
-        )
+        place, lengths = (batch, head), (seqlen_q, seqlen_k)
+        variant, pairs = self.plan.variant, self.plan.pairs
+        elements = Elements(variant, io.captures, io.scale, place, lengths, pairs)
         runs = elements.runs(m_block, self.schedule.tile_m, self.schedule.tile_n)
         return Work(m_block, head, batch, kv_head, elements, runs)
 
