@@ -209,13 +209,19 @@ def check_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Var
     for name, t in (("q", q), ("k", k), ("v", v), *captured):
         if t.device != q.device:
             raise Unsupported(f"{name} is on {t.device}, q is on {q.device}: one device is needed")
-        try:
-            t.data_ptr()
-        except RuntimeError:
-            raise Unsupported(
-                f"{name} has no memory that a kernel could read: it is a fake tensor, or belongs "
-                "to a torch.func transform, which attention cannot be part of"
-            ) from None
+        _check_memory(name, t)
+
+
+def _check_memory(name: str, t: torch.Tensor) -> None:
+    try:
+        here = t.data_ptr() != 0 or t.numel() == 0
+    except RuntimeError:
+        here = False
+    if not here:
+        raise Unsupported(
+            f"{name} has no memory that a kernel could read: its storage was freed, or it is a "
+            "fake tensor, or belongs to a torch.func transform, which attention cannot be part of"
+        )
 
 
 def check_grid(q: torch.Tensor, tile_m: int) -> None:

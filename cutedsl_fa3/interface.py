@@ -124,14 +124,14 @@ def _call(
     graded = True
     try:
         parts = [
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() & 15,
-            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() & 15,
-            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() & 15,
+            q.shape, q.stride(), q.dtype, q.device, _alignment(q),
+            k.shape, k.stride(), k.dtype, k.device, _alignment(k),
+            v.shape, v.stride(), v.dtype, v.device, _alignment(v),
             schedule,
         ]  # fmt: skip
         graded = q.requires_grad or k.requires_grad or v.requires_grad
         for t in variant.captures:
-            parts += (t.shape, t.dtype, t.device)
+            parts += (t.shape, t.stride(), t.dtype, t.device, _alignment(t))
             graded = graded or t.requires_grad
         signature = tuple(parts)
         call = _calls[variant].get(signature)
@@ -145,6 +145,12 @@ def _call(
         run = partial(call, q, k, v, variant, scale)
         return _ForwardOnly.apply(run, q, k, v, *variant.captures)
     return call(q, k, v, variant, scale)
+
+
+def _alignment(t: torch.Tensor) -> int:
+    """What an address is beyond a multiple of 16 bytes; -1 for a tensor without memory."""
+    address = t.data_ptr()
+    return address & 15 if address else -1
 
 
 def _prepared(

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import cutedsl_fa3 as fa3
 from cutedsl_fa3 import calls, interface
@@ -153,6 +154,42 @@ def test_a_parameter_that_changes_its_type_gets_another_kernel(gpu):
     assert "t0: float32" in gpu.kernels[0] and "t0: float16" in gpu.kernels[1]
 
 
+def test_a_parameter_whose_layout_allows_other_loads_gets_another_kernel(gpu):
+    wide = torch.rand(4, 130)
+    parameter = torch.nn.Parameter(wide[:, :128].clone())
+    variant = fa3.Variant(lambda s, b, h, q, k: s + parameter[h, k])
+    q = drawn(*Q)
+    fa3.attention(q, q, q, variant)
+    for other in (wide[:, 1:129], wide.T.contiguous().T[:, :128], torch.rand(4, 127)):
+        parameter.data = other
+        fa3.attention(q, q, q, variant)
+    assert ["pairs" in kernel for kernel in gpu.kernels] == [True, False]
+    assert len(gpu.launches) == 4
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused_after_a_good_call(gpu):
+    parameter = torch.nn.Parameter(torch.rand(4))
+    variant, q = by_head(parameter), drawn(*Q)
+    fa3.attention(q, q, q, variant)
+    for name, t in (("captured tensor t0", parameter), ("q", q)):
+        t.untyped_storage().resize_(0)
+        with pytest.raises(fa3.Unsupported, match=f"{name} has no memory .*storage was freed"):
+            fa3.attention(q, drawn(*Q), drawn(*Q), variant)
+        t.untyped_storage().resize_(4 * t.numel())
+    assert len(gpu.launches) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_fake_tensors_are_refused_after_a_good_call_with_real_ones(gpu):
+    q = drawn(*Q)
+    fa3.attention(q, q, q)
+    with FakeTensorMode():
+        fake = drawn(*Q)
+        with pytest.raises(fa3.Unsupported, match=r"q has no memory .*fake tensor"):
+            fa3.attention(fake, fake, fake)
+    assert len(gpu.launches) == 1
+
+
 def test_a_parameter_with_new_memory_is_launched_with_it(gpu):
     parameter = torch.nn.Parameter(torch.rand(4))
     variant, q = by_head(parameter), drawn(*Q)
@@ -289,3 +326,30 @@ def fastest(call) -> float:
             call()
         times.append((time.perf_counter() - start) / 20)
     return min(times)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", range(torch.cuda.device_count()))
+def test_tensors_of_any_device_run_there_and_leave_the_current_one_as_it_was(place):
+    generator = torch.Generator().manual_seed(place)
+    q, k, v = torch.randn(3, 2, 100, 4, 64, generator=generator).bfloat16().to(f"cuda:{place}")
+    slopes = torch.rand(4, generator=generator).to(q.device)
+    variant = fa3.Variant(lambda s, b, h, q, k: s + slopes[h] * k, fa3.masks.causal)
+    for _ in range(2):  # prepared, then cached
+        out = fa3.attention(q, k, v, variant)
+        assert torch.cuda.current_device() == 0
+        assert torch.empty(1, device="cuda").device.index == 0
+        exact = fa3.reference.attention(q, k, v, variant)
+        assert out.device == q.device and (out.float() - exact).abs().max() < 2e-2
+    stream = torch.cuda.Stream(q.device)
+    stream.wait_stream(torch.cuda.current_stream(q.device))
+    with torch.cuda.stream(stream):  # which makes its device the current one
+        torch.cuda._sleep(20_000_000)
+        q.mul_(2.0)
+        late = fa3.attention(q, k, v, variant)
+    stream.synchronize()
+    exact = fa3.reference.attention(q, k, v, variant)
+    assert (late.float() - exact).abs().max() < 4e-2
+    with pytest.raises(fa3.LayoutError):
+        fa3.attention(q[..., ::2], k[..., ::2], v, variant)
+    assert torch.cuda.current_device() == 0
