@@ -7,7 +7,7 @@ workers ?= 2
 # nvdisasm, where it comes with CUDA instead of pip:
 export PATH := $(PATH):/usr/local/cuda/bin
 
-.PHONY: test demo bench bench-gemm tune sanitize notebooks lint format
+.PHONY: test demo bench bench-variants bench-call bench-gemm tune sanitize notebooks lint format
 
 test: lint
 	@python="$(python)" && "$$python" -m pytest -n $(workers) $(pytest_args)
@@ -17,6 +17,12 @@ demo:
 
 bench:
 	@python="$(python)" && "$$python" -m cutedsl_fa3 bench $(bench_args)
+
+bench-variants:
+	@python="$(python)" && "$$python" -m cutedsl_fa3 bench-variants $(bench_args)
+
+bench-call:
+	@python="$(python)" && "$$python" -m cutedsl_fa3 bench-call $(bench_args)
 
 bench-gemm:
 	@python="$(python)" && "$$python" -m cutedsl_fa3 bench-gemm $(bench_args)

@@ -27,7 +27,20 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["test", "demo", "bench", "bench-gemm", "tune", "sanitize", "lint", "format"]
+    "target",
+    [
+        "test",
+        "demo",
+        "bench",
+        "bench-variants",
+        "bench-call",
+        "bench-gemm",
+        "tune",
+        "sanitize",
+        "notebooks",
+        "lint",
+        "format",
+    ],
 )
 def test_make_knows_every_documented_target(target: str) -> None:
     subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
