@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_example_runs_as_far_as_this_machine_goes(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    example, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     scope: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), scope)
