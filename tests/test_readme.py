@@ -17,7 +17,7 @@ def test_the_example_runs_as_far_as_this_machine_goes(capsys: pytest.CaptureFixt
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     scope: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), scope)
-    assert scope["expected"].shape == scope["q"].shape
+    assert scope["out"].shape == scope["q"].shape
     assert "visits   k in [0, q1" in capsys.readouterr().out
 
 
