@@ -78,9 +78,10 @@ class OnDevice:
         self.lse = _model(rows, torch.float32, q.device)
         table = plan.table_shape(batch, heads, seqlen_q, k.shape[1])
         self.table = _model(table, torch.int32, q.device)
-        taken = [addressable(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
-        as_given = all(a is b for a, b in zip(taken, (q, k, v), strict=True))
-        self.strides = None if as_given else [t.stride() for t in taken]
+        given = (("q", q), ("k", k), ("v", v))
+        taken = [(t, addressable(name, t)) for name, t in given]
+        strides = [None if a is t else a.stride() for t, a in taken]
+        self.strides = strides if any(strides) else None
         self.viewed = any(t.dtype == torch.bool or t.dim() == 0 for t in variant.captures)
 
     def __call__(
@@ -101,7 +102,8 @@ class OnDevice:
             captures = tuple([launchable(t) for t in captures])
         if self.strides is not None:
             q, k, v = (
-                t.as_strided(t.shape, s) for t, s in zip((q, k, v), self.strides, strict=True)
+                t if s is None else t.as_strided(t.shape, s)
+                for t, s in zip((q, k, v), self.strides, strict=True)
             )
         if current_device() == self.index:
             self.launch(q, k, v, out, lse, captures or None, table, visits, scale)

@@ -238,7 +238,7 @@ def addressable(name: str, t: torch.Tensor) -> torch.Tensor:
     """The tensor as TMA can read it, without a copy; itself, if it is one already.
 
     Any strides that are multiples of 16 bytes do, 0 (an expanded dimension) too. A dimension of
-    size 1 may have any stride; it gets one that TMA accepts.
+    size 1 may have any stride; one that TMA does not accept is replaced.
     Raises: LayoutError naming argument, rule and a way out.
     """
     size, row = t.element_size(), t.shape[3]
@@ -247,8 +247,13 @@ def addressable(name: str, t: torch.Tensor) -> torch.Tensor:
             f"{name} has stride {t.stride(3)} along head_dim: 1 is needed; use {name}.contiguous()"
         )
     given = t.stride()[:3]
-    strides = tuple(row if n == 1 else s for n, s in zip(t.shape, given, strict=False))
-    if t.data_ptr() % ALIGNED or any(s * size % ALIGNED or s * size >= FARTHEST for s in strides):
+    legal = [s * size % ALIGNED == 0 and s * size < FARTHEST for s in given]
+    strides = tuple(
+        s if ok or n > 1 else row for n, s, ok in zip(t.shape, given, legal, strict=False)
+    )
+    if t.data_ptr() % ALIGNED or not all(
+        ok or n == 1 for n, ok in zip(t.shape, legal, strict=False)
+    ):
         _refuse_address(name, t, [s * size for s in strides])
     return t if strides == given else t.as_strided(t.shape, (*strides, 1))
 

@@ -177,7 +177,8 @@ def test_addressing_rules_are_those_of_the_tensor_map(dims, offset, head_dim):
     shape, strides = [n for n, _ in dims], [s for _, s in dims]
     t = torch.zeros(2048, dtype=torch.bfloat16)[offset:]
     t = t.as_strided((*shape, head_dim), (*strides, 1))
-    used = [s if n > 1 else head_dim for n, s in dims]  # a single entry's stride is never used
+    # The stride of a single entry is never used: one that is not legal is replaced.
+    used = [s if n > 1 or s % 8 == 0 else head_dim for n, s in dims]
     tile = inputs.Tile(64, 64, fa3.Problem("bf16", 64, 64).element)
     tensor_map = tile.tensor_map(
         t.data_ptr(), (head_dim, *(shape[d] for d in (1, 2, 0))), [2 * used[d] for d in (1, 2, 0)]
@@ -190,6 +191,7 @@ def test_addressing_rules_are_those_of_the_tensor_map(dims, offset, head_dim):
     else:
         assert not refused
         assert taken.stride() == (*used, 1) and taken.data_ptr() == t.data_ptr()
+        assert (taken is t) == (t.stride() == taken.stride())
 
 
 @pytest.mark.parametrize(
