@@ -31,6 +31,7 @@ WITHOUT_CODE = frozenset(
         "cases.py",
         "checks.py",
         "cli.py",
+        "cli_bench.py",
         "configs.py",
         "demo.py",
         "emulate.py",

@@ -25,7 +25,7 @@ def run(*arguments: str):
 def test_the_module_lists_its_commands() -> None:
     command = [sys.executable, "-m", "cutedsl_fa3", "--help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    commands = ("plan", "compile", "audit", "bench-gemm", "tune", "demo")
+    commands = ("plan", "compile", "audit", "configs", "bench-gemm", "bench-call", "tune", "demo")
     assert all(name in result.stdout for name in commands)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cutedsl_fa3.cases import HEAD_DIMS, head_dims
-from cutedsl_fa3.cli import NATIVE
+from cutedsl_fa3.cli_bench import NATIVE
 from cutedsl_fa3.peers import OURS
 from cutedsl_fa3.record import DATA, META, Record, RecordError, Row, collect, newest, place
 from cutedsl_fa3.tables import (
