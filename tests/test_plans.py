@@ -106,8 +106,8 @@ def test_a_plan_whose_tiles_are_decided_one_by_one_has_a_ring_of_words_and_a_tab
     documents = torch.arange(100) // 10
     plan = Plan.default(Variant(mask=lambda b, h, q, k: documents[q] == documents[k]), PROBLEM)
     assert plan.by_tile and "slots of a word" in str(plan)
-    rows, batch, heads, blocks = plan.table_shape(3, 5, 1000, 700)
-    assert (rows, batch, heads) == (4, 1, 1)
+    batch, heads, blocks, words = plan.table_shape(3, 5, 1000, 700)
+    assert (words, batch, heads) == (4, 1, 1)
     assert blocks == max(-(-1000 // plan.schedule.tile_m), -(-700 // plan.schedule.tile_n))
     plain = Plan.default(Variant(mask=masks.causal), PROBLEM)
     assert not plain.by_tile and plain.table_shape(3, 5, 1000, 700) is None

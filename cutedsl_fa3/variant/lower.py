@@ -476,8 +476,8 @@ def table_reader(table: cute.Tensor | None, mask: Graph | None, b: Int32, h: Int
     batch, head = b if per(mask, "b") else 0, h if per(mask, "h") else 0
 
     def read(i: int, block: Int32) -> Range:
-        inside = cutlass.min(block, table.shape[3] - 1)
-        low, high = (table[row, batch, head, inside] for row in (2 * i, 2 * i + 1))
+        inside = cutlass.min(block, table.shape[2] - 1)
+        low, high = (table[batch, head, inside, word] for word in (2 * i, 2 * i + 1))
         return low, high
 
     return read

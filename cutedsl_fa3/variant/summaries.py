@@ -165,20 +165,21 @@ def table_shape(
     tile_m: int,
     tile_n: int,
 ) -> tuple[int, int, int, int] | None:
-    """(2 * summaries, batch or 1, heads or 1, blocks); None where there are no summaries.
+    """(batch or 1, heads or 1, blocks, 2 * summaries); None where there are no summaries.
 
-    Rows 2i and 2i + 1 are the smallest and largest value of summary i. Blocks are `tile_m` queries
-    or `tile_n` keys, and as many as the side that has more of them.
+    Words 2i and 2i + 1 are the smallest and largest value of summary i; a block's lie beside each
+    other, so that one address finds them. Blocks are `tile_m` queries or `tile_n` keys, and as many
+    as the side that has more of them.
     """
     found = summaries(mask)
     if not found:
         return None
     blocks = max(-(-seqlen_q // tile_m), -(-seqlen_k // tile_n))
     return (
-        2 * len(found),
         batch if per(mask, "b") else 1,
         heads if per(mask, "h") else 1,
         blocks,
+        2 * len(found),
     )
 
 
@@ -201,9 +202,9 @@ def summarise(
     if shape is None:
         return None
     device = captures[0].device
-    _, batches, many, _ = shape
+    batches, many, _, _ = shape
     table = torch.empty(shape, dtype=torch.int32, device=device)
-    table[0::2], table[1::2] = HIGHEST, LOWEST
+    table[..., 0::2], table[..., 1::2] = HIGHEST, LOWEST
     inputs: dict[str, Any] = {
         "b": torch.arange(batches, device=device)[:, None, None],
         "h": torch.arange(many, device=device)[:, None],
@@ -221,10 +222,10 @@ def summarise(
         counts = (inputs[summary.position] < length).unflatten(-1, (here, size))
         if summary.given is not None:
             key, end = summary.given
-            extreme = table[2 * key + (end == "high"), :, :, :here, None]
+            extreme = table[:, :, :here, 2 * key + (end == "high"), None]
             counts = counts & (found[key] == extreme)
-        table[2 * i, :, :, :here] = torch.where(counts, values, HIGHEST).amin(-1)
-        table[2 * i + 1, :, :, :here] = torch.where(counts, values, LOWEST).amax(-1)
+        table[:, :, :here, 2 * i] = torch.where(counts, values, HIGHEST).amin(-1)
+        table[:, :, :here, 2 * i + 1] = torch.where(counts, values, LOWEST).amax(-1)
     return table
 
 
@@ -237,7 +238,7 @@ def reader(mask: Graph | None, table: torch.Tensor | None, b: Any, h: Any) -> Re
 
     def read(i: int, block: Any) -> Range:
         assert table is not None
-        low, high = (table[row, b, h, block] for row in (2 * i, 2 * i + 1))
+        low, high = (table[b, h, block, word] for word in (2 * i, 2 * i + 1))
         return (low.long(), high.long()) if low.ndim else (low.item(), high.item())
 
     return read

@@ -49,15 +49,17 @@ class _Evaluation:
         self.numbers = {s.node: i for i, s in enumerate(found) if s.given is None}
         self.pair = equality(mask)
         self.given = {(s.node, s.given[1]): i for i, s in enumerate(found) if s.given is not None}
-        self.of_query = {i: ranges(i) for i, s in enumerate(found) if s.position == "q"}
+        whole = [i for i, s in enumerate(found) if s.given is None and s.position == "q"]
+        self.of_query = {i: ranges(i) for i in whole}
         self.on_keys = [i for i in reached(mask) if "k" in mask.nodes[i].depends]
         self.known: dict[int, Any] = {}
         others = (i for i in reached(mask) if "k" not in mask.nodes[i].depends)
         self.computed(others, self.known, (None, None), self.of_query.__getitem__)
 
     def of_keys(self, k0: Any, k1: Any, ranges: Ranges) -> Condition:
-        of_key = {i: ranges(i) for i, s in enumerate(summaries(self.mask)) if s.position == "k"}
-        both = {**self.of_query, **of_key}
+        # Ends of the queries' are read again at each step: a role that decides has few registers.
+        rest = (i for i in range(len(summaries(self.mask))) if i not in self.of_query)
+        both = {**self.of_query, **{i: ranges(i) for i in rest}}
         values = self.computed(self.on_keys, dict(self.known), (k0, k1), both.__getitem__)
         possible, hidden = values[self.mask.output]
         if self.given:
@@ -195,10 +197,11 @@ class Scan:
         ints: Integers,
         read: Read,
     ) -> None:
-        self.tile, self.tile_n, self.ints, self.read = tile, tile_n, ints, read
+        self.mask, self.tile, self.q_block, self.tile_n = mask, tile, q_block, tile_n
+        self.ints, self.read = ints, read
         self.runs = visit_runs(key_sets(mask, tile, ints), tile_n, tile.seqlen_k, ints)
         self.first, self.end = candidates(self.runs)
-        self.evaluation = mask and _Evaluation(mask, tile, ints, lambda i: read(i, q_block))
+        self.evaluation = mask and _Evaluation(mask, tile, ints, self.ranges(None))
 
     def decide(self, n_block: Any) -> tuple[Any, Any]:
         """(visited, masked) of one key tile; a tile outside the sequence is not visited.
@@ -212,9 +215,14 @@ class Scan:
         possible, hidden = True, False
         if self.evaluation:
             last = ints.sub(ints.minimum(end, seqlen_k), 1)
-            possible, hidden = self.evaluation.of_keys(k0, last, lambda i: self.read(i, n_block))
+            possible, hidden = self.evaluation.of_keys(k0, last, self.ranges(n_block))
         visited = ints.and_(ints.or_(partial, full), possible)
         return visited, ints.and_(partial, ints.or_(hidden, ints.less(seqlen_k, end)))
+
+    def ranges(self, n_block: Any) -> Ranges:
+        """The summaries' ranges in this block of queries and that block of keys."""
+        blocks = {"q": self.q_block, "k": n_block}
+        return lambda i: self.read(i, blocks[summaries(self.mask)[i].position])
 
     def within(self, n_block: Any, runs: tuple[Span, ...]) -> Any:
         ints, found = self.ints, False

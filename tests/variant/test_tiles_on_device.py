@@ -73,14 +73,14 @@ def test_one_lane_that_does_all_finds_the_table_that_torch_finds(name):
     variant = Variant(mask=SUMMARISED[name])
     wanted = summarise(variant.mask, variant.captures, 2, 3, *SEQLENS, *SIZES)
     table = torch.zeros_like(wanted)
-    _, batches, heads, count = table.shape
+    batches, heads, count, _ = table.shape
 
     def write(index, given, out):
         place = (index // (count * heads), index // count % heads, index % count)
         lengths = tuple(map(Int32, SEQLENS))
         found = one_warp.Summarise(variant.mask, *SIZES).extremes(given, lengths, place, Int32(0))
-        for row, value in enumerate(value for ends in found for value in ends):
-            out[0][(row, *place)] = value
+        for word, value in enumerate(value for ends in found for value in ends):
+            out[0][(*place, word)] = value
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_warp, "WARP", 1)

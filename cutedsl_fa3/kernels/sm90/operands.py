@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cutedsl_fa3.layouts import transposed, wgmma
 from cutedsl_fa3.pipelines import Schedule
@@ -60,7 +60,11 @@ def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
         strides = tuple(cute.sym_int64() for _ in range(rank))
         return make_fake_tensor(dtype, shape, strides, assumed_align=4)
 
-    has_table = plan.table_shape(1, 1, 1, 1) is not None
+    def table(words_a_block: int) -> cute.Tensor:
+        shape = (*(cute.sym_int() for _ in range(3)), words_a_block)
+        return make_fake_compact_tensor(Int32, shape, stride_order=(3, 2, 1, 0), assumed_align=16)
+
+    per_block = plan.table_shape(1, 1, 1, 1)  # its last extent is known: words a block
     return (
         tensor(seqlen_q, heads, d),
         tensor(seqlen_k, kv_heads, d),
@@ -68,7 +72,7 @@ def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
         tensor(seqlen_q, heads, dv),
         words(Float32, 3, (batch, heads, seqlen_q)) if plan.variant.has_lse else None,
         captures,
-        words(Int32, 4) if has_table else None,
+        per_block and table(per_block[3]),
         words(Int32, 4) if plan.trace else None,
         Float32(1.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -45,7 +45,7 @@ class Summarise:
         stream,
     ) -> None:
         """Fill the table, whose extents say how many blocks, heads and batch entries there are."""
-        _, batches, heads, count = table.shape
+        batches, heads, count, _ = table.shape
         groups = cute.ceil_div(count * heads * batches, WARPS)
         self.blocks(captures, table, seqlen_q, seqlen_k).launch(
             grid=(cutlass.max(groups, 1), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream
@@ -56,7 +56,7 @@ class Summarise:
         """One warp's block; warps behind the last have none."""
         thread, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
-        _, batches, heads, count = table.shape
+        batches, heads, count, _ = table.shape
         warp = cute.arch.make_warp_uniform(thread // WARP)
         index = group * WARPS + warp
         if index < count * heads * batches:
@@ -67,7 +67,7 @@ class Summarise:
             if thread % WARP == 0:
                 for i in cutlass.range_constexpr(len(found)):
                     for end in cutlass.range_constexpr(2):
-                        table[(2 * i + end, *place)] = found[i][end]
+                        table[(*place, 2 * i + end)] = found[i][end]
 
     def extremes(
         self,
