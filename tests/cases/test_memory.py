@@ -260,7 +260,7 @@ def poisoned(t: torch.Tensor, length: int, fill: float) -> torch.Tensor:
     return whole[:, :length]
 
 
-@pytest.mark.parametrize("fill", [NAN, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("fill", [NAN, math.inf], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 72, 256])
 @pytest.mark.parametrize("lengths", [(1, 1), (100, 130), (128, 128), (65, 257)], ids=str)
 def test_what_lies_past_the_sequences_changes_no_bit(device, lengths, dim, fill):

@@ -102,7 +102,7 @@ def test_one_position_of_each_tensor_reaches_the_rows_that_see_it(device, at, va
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "full"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 256])
 def test_hidden_values_that_are_not_finite_change_no_bit(device, dim, name, value):
     """All of K and V that some rows see is clean; what no row sees is not."""
     q, k, v = drawn(device, SIZES, dim)
