@@ -54,20 +54,24 @@ SENTINELS = (-1e4, -5e4, -1e9, -1e30, FP32.min)
 
 
 @pytest.mark.parametrize("sentinel", SENTINELS)
-@pytest.mark.parametrize("first", [0, 150, 299], ids=lambda first: f"from {first}")
+@pytest.mark.parametrize("seen", [(0, 40), (130, 140), (150, 300), (299, 300)], ids=str)
 def test_a_finite_stand_in_for_minus_infinity_hides_keys_where_others_are_seen(
-    device, sentinel, first
+    device, sentinel, seen
 ):
-    """Whole tiles of the stand-in come before the first key that counts, or after it.
+    """Whole tiles of the stand-in are visited before the first key that counts, and after it.
 
     Source: flashinfer-ai/flashinfer#4267 and #4450.
     """
     q, k, v = ramp(device, (1, 130, 300, 2, 2))
-    start = torch.tensor(first, device=device)
+    start, end = (torch.tensor(at, device=device) for at in seen)
     result = fa3.attention_with_lse(
-        q, k, v, fa3.Variant(lambda s, b, h, q, k: torch.where(k >= start, s, sentinel))
+        q,
+        k,
+        v,
+        fa3.Variant(lambda s, b, h, q, k: torch.where((k >= start) & (k < end), s, sentinel)),
     )
-    hold_ramp(result, (positions(130, 300)[1] >= first).expand(130, 300))
+    key = positions(130, 300)[1]
+    hold_ramp(result, ((key >= seen[0]) & (key < seen[1])).expand(130, 300))
 
 
 @pytest.mark.parametrize("sentinel", SENTINELS)
