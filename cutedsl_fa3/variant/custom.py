@@ -7,6 +7,7 @@ becomes nodes. One that has kernels only cannot be looked into and is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,15 +33,23 @@ class Boxed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError("the modes of a trace come first")
+        mine = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, cls))
+        tracer = mine.traced.tracer
+        args, kwargs = unboxed(args), unboxed(kwargs or {})
+        if is_custom(func):
+            return boxed(run_custom(func, args, kwargs, tracer), tracer)
+        name, written = names_of(func)
+        return boxed(tracer.record(name, args, kwargs, written), tracer)
 
 
 def boxed(tree: Any, tracer: Tracer) -> Any:
     """The same with a stand-in for each traced value."""
     from .traced import Traced
 
-    if isinstance(tree, tuple | list):
+    if type(tree) in (tuple, list):
         return type(tree)(boxed(branch, tracer) for branch in tree)
+    if isinstance(tree, dict):
+        return {key: boxed(branch, tracer) for key, branch in tree.items()}
     if not isinstance(tree, Traced):
         return tree
     if tree.shape:
@@ -54,7 +63,7 @@ def boxed(tree: Any, tracer: Tracer) -> Any:
 
 def unboxed(tree: Any) -> Any:
     """The same with the traced value of each stand-in."""
-    if isinstance(tree, tuple | list):
+    if type(tree) in (tuple, list):
         return type(tree)(map(unboxed, tree))
     if isinstance(tree, dict):
         return {key: unboxed(branch) for key, branch in tree.items()}
@@ -102,3 +111,28 @@ def run_custom(func: Any, args: Any, kwargs: dict[str, Any], tracer: Tracer) -> 
             raise
         tracer.refuse(f"{written} cannot be traced: {error}")
     return unboxed(found)
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """What lies in nested tuples, lists and dicts."""
+    if isinstance(tree, tuple | list):
+        for branch in tree:
+            yield from leaves_of(branch)
+    elif isinstance(tree, dict):
+        yield from leaves_of(tuple(tree.values()))
+    else:
+        yield tree
+
+
+def names_of(func: Any) -> tuple[str, str]:
+    """A torch function's name, and how a user writes it."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(func.__self__, "__name__", name)
+        return name, f".{name}"
+    name = name.split(".")[0]  # of an overload, such as tanh.default
+    if name in ("_threshold", "special_expit", "special_expm1", "special_log1p", "special_erf"):
+        name = name.removeprefix("_").removeprefix("special_")
+    if getattr(torch.Tensor, name, None) is func:
+        return name, f"Tensor.{name}"
+    return name, f"torch.{name}"

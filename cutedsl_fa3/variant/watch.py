@@ -6,7 +6,6 @@ and enter the kernel as a number that no longer follows the tensor: it is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .custom import Boxed, boxed, is_custom, run_custom, unboxed
+from .custom import Boxed, boxed, is_custom, leaves_of, names_of, run_custom, unboxed
 from .surface import SURFACE
 from .symbols import Symbol
 
@@ -50,10 +49,11 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         tracer, kwargs = self.tracer, kwargs or {}
-        name, written = _names(func)
-        leaves = list(_leaves((args, kwargs)))
+        name, written = names_of(func)
+        leaves = list(leaves_of((args, kwargs)))
         if any(isinstance(leaf, Boxed) for leaf in leaves):
-            return boxed(func(*unboxed(args), **unboxed(kwargs)), tracer)
+            found = self.__torch_function__(func, types, unboxed(args), unboxed(kwargs))
+            return boxed(found, tracer)
         if is_custom(func):
             return run_custom(func, args, kwargs, tracer)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -112,37 +112,11 @@ class NothingRuns(TorchDispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = list(_leaves((args, kwargs or {})))
+        leaves = list(leaves_of((args, kwargs or {})))
         if any(isinstance(leaf, Boxed) for leaf in leaves):
-            name, written = _names(func)
-            found = self.tracer.record(name, unboxed(args), unboxed(kwargs or {}), written)
-            return boxed(found, self.tracer)
+            return func(*args, **(kwargs or {}))  # they record it themselves
         if not self.tracer.computing and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self.tracer.refuse(
                 f"{func} on captured tensors only would be frozen into the kernel; do it outside"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, tuple | list):
-        for branch in tree:
-            yield from _leaves(branch)
-    elif isinstance(tree, dict):
-        yield from _leaves(tuple(tree.values()))
-    else:
-        yield tree
-
-
-def _names(func: Any) -> tuple[str, str]:
-    """A torch function's name, and how a user writes it."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        name = getattr(func.__self__, "__name__", name)
-        return name, f".{name}"
-    name = name.split(".")[0]  # of an overload, such as tanh.default
-    if name in ("_threshold", "special_expit", "special_expm1", "special_log1p", "special_erf"):
-        name = name.removeprefix("_").removeprefix("special_")
-    if getattr(torch.Tensor, name, None) is func:
-        return name, f"Tensor.{name}"
-    return name, f"torch.{name}"

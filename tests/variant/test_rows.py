@@ -205,6 +205,18 @@ def test_a_custom_operator_is_what_it_is_made_of_whatever_its_name(key):
         assert variant.text == by_hand.text
 
 
+def test_a_custom_operator_made_of_another_is_followed_into_both():
+    inner = operator("(Tensor a, Tensor b) -> Tensor", torch.sub, "CompositeExplicitAutograd")
+    outer = operator(
+        "(Tensor a, Tensor b) -> Tensor", lambda a, b: inner(b, a) * 2, "CompositeExplicitAutograd"
+    )
+    by_hand = Variant(score=lambda s, b, h, q, k: (BIAS[h, k] - s) * 2)
+    for call in (outer, outer.default):
+        traced = Variant(score=lambda s, b, h, q, k, call=call: call(s, BIAS[h, k]))
+        assert traced.score.result == by_hand.score.result
+        assert sorted(map(str, traced.score.nodes)) == sorted(map(str, by_hand.score.nodes))
+
+
 def test_a_custom_operator_with_a_kernel_only_is_refused_by_name():
     add = operator("(Tensor a, Tensor b) -> Tensor", lambda a, b: a * b, "CPU")
     with pytest.raises(VariantError, match=r"custom operator tests_\w+::add has kernels"):
