@@ -269,9 +269,11 @@ def _refuse_address(name: str, t: torch.Tensor, strides: list[int]) -> None:
     try:
         tile.tensor_map(t.data_ptr(), shape, (seqlen, heads, batch)).check()
     except LayoutError as error:
+        # A contiguous tensor at a wrong address would be returned by .contiguous() as it is.
+        way = f"{name}.clone()" if t.is_contiguous() else f"{name}.contiguous()"
         raise LayoutError(
             f"{name} {tuple(t.shape)} with strides of {batch}, {seqlen}, {heads} bytes (batch, "
-            f"seqlen, heads): {error}"
+            f"seqlen, heads): {str(error).replace('.contiguous()', way)}"
         ) from None
 
 
