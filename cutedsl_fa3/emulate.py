@@ -32,6 +32,7 @@ from .pipelines import Schedule
 from .plans import Plan
 from .variant import Variant
 from .variant.evaluate import evaluate
+from .variant.softmax import FAR, LARGEST
 from .variant.visits import all_visits
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
@@ -136,6 +137,11 @@ class _Call:
         """Turns what the softmax is given into a base-2 logarithm: () fp32."""
         log2_e = self.floats(fill=LOG2_E)
         return log2_e if self.plan.variant.score is not None else log2_e * self.scale_fp32
+
+    @property
+    def scale_natural(self) -> torch.Tensor:
+        """Turns what the softmax is given into a natural logarithm: () fp32."""
+        return self.floats(fill=1.0) if self.plan.variant.score is not None else self.scale_fp32
 
     @cached_property
     def scale_fp32(self) -> torch.Tensor:
@@ -265,7 +271,9 @@ class _Online:
         origin = new.masked_fill(new == -math.inf, 0.0)
         shift = origin * scale_log2
         alpha = _exp2((old - origin) * scale_log2)
-        exponents = scores.double().mul_(scale_log2).sub_(shift[..., None])
+        far = shift.abs() >= FAR
+        shift, scale_log2 = torch.where(far, origin, shift), torch.where(far, 1.0, scale_log2)
+        exponents = scores.double().mul_(scale_log2[..., None]).sub_(shift[..., None])
         p = _exp2(exponents.float())  # rounded once, as by an FMA
         self.row_sum[some] = self.row_sum[some] * alpha + p.sum(-1)
         self.row_max[some] = new
@@ -288,8 +296,10 @@ class _Online:
         """O (cells, rows, head_dim_v) and LSE (cells, rows) of cells of heads `h`."""
         total, origin = self.row_sum, self.row_max * self.call.scale_log2
         factor, value, alone = 1 / total, origin + torch.log2(total), origin  # which is -inf
-        sink = _sink(self.call.plan.variant, h)
+        sink, size = _sink(self.call.plan.variant, h), origin.abs()
         if sink is not None:
+            size = origin
+            origin = origin.clamp(max=LARGEST)
             highest = torch.fmax(origin, sink)
             highest = highest.masked_fill(highest == -math.inf, 0.0)
             shrink = _exp2(origin - highest)
@@ -298,7 +308,9 @@ class _Online:
         o = self.acc_o if self.beyond is None else self.acc_o + self.beyond
         empty = total == 0
         o = (o * factor[..., None]).masked_fill(empty[..., None], 0.0)
-        return o, torch.where(empty, alone, value) * LN_2
+        natural = self.row_max * self.call.scale_natural + torch.log2(total) * LN_2
+        value = torch.where(size >= FAR, natural, value * LN_2)
+        return o, torch.where(empty, alone * LN_2, value)
 
 
 class _Weights:

@@ -37,22 +37,25 @@ NEEDS = ("nothing", "uniform", "elements", "much")
 MUCH = 8  # operations on floats, beyond which a score counts as "much"
 
 TABLE = (
-    Row(64, 64, "nothing", 192, 128, 3, "both", "549; 128 x 128 by two warpgroups: 445"),
-    Row(64, 64, "elements", 128, 128, 2, "intra", "192 x 128 spills with captured tensors or `or`"),
+    Row(64, 64, "nothing", 192, 128, 3, "both", "558; 128 x 128 by two warpgroups: 444"),
+    Row(64, 64, "uniform", 128, 128, 2, "intra", "causal ALiBi 345; tile_n 112: 313"),
+    Row(64, 64, "elements", 128, 112, 2, "intra", "a bias by distance 252; tile_n 128: 240"),
     Row(64, 64, "much", 128, 96, 2, "intra", "128 x 128 spills with 20 operations a score"),
-    Row(96, 96, "elements", 128, 128, 2, "intra", "568; tile_n 160: 548; 192 x 80 by three: 578"),
+    Row(96, 96, "uniform", 128, 128, 2, "intra", "568; tile_n 160: 548; 192 x 80 by three: 578"),
+    Row(96, 96, "elements", 128, 112, 2, "intra", "a bias by distance 312; tile_n 128: 310"),
     Row(96, 96, "much", 128, 96, 2, "intra", "tile_n 128 spills with 20 operations a score"),
-    Row(128, 128, "uniform", 128, 128, 2, "intra", "661; tile_n 112: 605, 160: 603, 176: 232"),
-    Row(128, 128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if the mask loads elements"),
+    Row(128, 128, "uniform", 128, 128, 2, "intra", "675; tile_n 112: 600, 96: 603"),
+    Row(128, 128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if a mask loads elements"),
     Row(128, 128, "much", 128, 96, 2, "intra", "tile_n 112 spills with 20 operations a score"),
     Row(192, 128, "uniform", 128, 128, 2, "intra", "757; tile_n 112: 636, 96: 608"),
-    Row(192, 128, "elements", 128, 112, 2, "intra", ""),
-    Row(192, 128, "much", 128, 96, 2, "intra", ""),
-    Row(192, 192, "nothing", 128, 112, 2, "intra", "716; tile_n 96: 647, 64: 736 (causal less)"),
-    Row(192, 192, "elements", 128, 96, 2, "intra", ""),
-    Row(192, 192, "much", 128, 64, 2, "intra", ""),
-    Row(256, 256, "elements", 128, 80, 2, "intra", "696"),
-    Row(256, 256, "much", 128, 48, 2, "intra", ""),
+    Row(192, 128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if a mask loads elements"),
+    Row(192, 128, "much", 128, 96, 2, "intra", "tile_n 128 spills with 20 operations a score"),
+    Row(192, 192, "nothing", 128, 112, 2, "intra", "716; tile_n 96: 647, 64: 736, but causal less"),
+    Row(192, 192, "elements", 128, 96, 2, "intra", "causal ALiBi 607; tile_n 112: 575"),
+    Row(192, 192, "much", 128, 64, 2, "intra", "20 operations a score 180; tile_n 96: 172"),
+    Row(256, 256, "uniform", 128, 80, 2, "intra", "696; more keys do not fit shared memory"),
+    Row(256, 256, "elements", 128, 64, 2, "intra", "tile_n 80 spills if a mask loads elements"),
+    Row(256, 256, "much", 128, 48, 2, "intra", "fewer registers for scores"),
 )
 
 # Heads side by side where the mask skips tiles, so that their K and V stay in L2 together: causal
@@ -67,7 +70,8 @@ def needs(variant: Variant) -> str:
     any other mask of positions, or captured tensors read once a tile. "elements": captured tensors
     read by query or key. "much": more than a few operations on floats for each score.
     """
-    graphs = [variant.graphs[role] for role in ("score", "mask", "weight") if role in variant.graphs]
+    roles = ("score", "mask", "weight")
+    graphs = [variant.graphs[role] for role in roles if role in variant.graphs]
     nodes = [node for graph in graphs for node in graph.nodes]
     each = [node for node in nodes if node.depends & {"score", "q", "k"}]
     if sum(node.dtype == "float" for node in each) > MUCH:

@@ -90,7 +90,8 @@ class Elements:
         """What makes weights of the scores of the rows that one thread holds."""
         if self.weight is not None:
             return Weights()
-        return OnlineSoftmax(rows, self.scale_log2, self.sink())
+        scale = Float32(1.0) if self.changes else self.scale
+        return OnlineSoftmax(rows, scale, self.scale_log2, self.sink())
 
     def sink(self) -> Float32 | None:
         """This head's sink as a base-2 logarithm."""

@@ -67,17 +67,19 @@ class Again:
                     special = select(zero == zero, Float32(0.0), values[e])
                     seen[e] = seen[e] + select(visible, special, Float32(0.0))
                     tainted[e] = tainted[e] + select(visible, Float32(0.0), zero)
-            again = _zeros()
+            again, total = _zeros(), Float32(0.0)
             if _not_finite(tainted):
                 for key in cutlass.range(self.elements.seqlen_k, unroll=1):
                     if self.sees(row, key):
                         values = _vector(self.v, key, chunk)
                         p = self.weight(row, key, lse)
+                        total += p
                         for e in cutlass.range_constexpr(VECTOR):
                             again[e] = cute.math.fma(p, values[e], again[e])
             for e in cutlass.range_constexpr(VECTOR):
                 right = again[e]
                 if cutlass.const_expr(lse is not None):
+                    right = right / self.whole(total, lse)
                     right = select(seen[e] == 0.0, right, seen[e])
                     changed = (seen[e] != 0.0) | (tainted[e] != tainted[e])
                 else:
@@ -111,6 +113,11 @@ class Again:
         """The weight of a visible key."""
         value = self.score(row, key)
         return value if lse is None else exp2(value * self.elements.scale_log2 - lse * LOG2_E)
+
+    def whole(self, total: Float32, lse: Float32) -> Float32:
+        """The sum of all weights: 1, but for roundings of the LSE."""
+        sink = self.elements.sink()
+        return total if sink is None else total + exp2(sink - lse * LOG2_E)
 
     def finished(self, value: Float32, row: Int32, lse: Float32 | None) -> Float32:
         """The epilogue function on one output."""

@@ -12,6 +12,10 @@ has m = -inf; subtracting 0 instead keeps exp2(-inf) = 0 exact, so its row_sum s
 hidden: max skips it, row_sum does not. A sink is one more logit that joins at the end: it takes
 weight and has no value.
 
+Rows whose maximum is beyond FAR, such as rows of nothing but a finite stand-in for -inf, take
+p = exp2(x - m): m * scale_log2 is rounded to so few bits there that the exponents of equal scores
+would not be 0, and unequal scores are 16 or more apart.
+
 `Weights`, for a variant whose softmax is `Elementwise`: what stands in acc_s are the weights, and
 nothing is normalised.
 """
@@ -22,7 +26,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cutedsl_fa3.layouts.wgmma import ROW_LANES
-from cutedsl_fa3.variant.lower import LN_2, exp2, log2, select
+from cutedsl_fa3.variant.lower import LN_2, absolute, exp2, log2, select
+from cutedsl_fa3.variant.softmax import FAR, LARGEST
 
 CHAINS = 2  # independent maxima and sums per row, for instruction-level parallelism
 
@@ -31,12 +36,15 @@ class OnlineSoftmax:
     """Running maximum and sum of the rows that one thread holds.
 
     Units: `row_max` is in units of acc_s; `row_sum` covers this thread's columns until `finish`;
-    `sink` is a base-2 logarithm, None where there is no sink.
+    `scale` and `scale_log2` turn acc_s into a natural and a base-2 logarithm; `sink` is a base-2
+    logarithm, None where there is no sink.
     """
 
-    def __init__(self, rows: int, scale_log2: Float32, sink: Float32 | None = None) -> None:
+    def __init__(
+        self, rows: int, scale: Float32, scale_log2: Float32, sink: Float32 | None = None
+    ) -> None:
         self.rows = rows
-        self.scale_log2 = scale_log2
+        self.scale, self.scale_log2 = scale, scale_log2
         self.sink = sink
         self.row_max = cute.make_rmem_tensor(rows, Float32)
         self.row_sum = cute.make_rmem_tensor(rows, Float32)
@@ -62,11 +70,11 @@ class OnlineSoftmax:
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=lane))
             self.row_max[r] = new
             origin = select(new == -Float32.inf, Float32(0.0), new)
-            shift = origin * self.scale_log2
+            shift, scale_log2 = self._near(origin)
             alpha = exp2((old - origin) * self.scale_log2)
             sums = [self.row_sum[r] * alpha] + [Float32(0.0)] * (CHAINS - 1)
             for c in range(cols):
-                p = exp2(cute.math.fma(acc_s[r, c], self.scale_log2, -shift))
+                p = exp2(cute.math.fma(acc_s[r, c], scale_log2, -shift))
                 acc_s[r, c] = p
                 sums[c % CHAINS] = sums[c % CHAINS] + p
             total = sums[0]
@@ -74,6 +82,12 @@ class OnlineSoftmax:
                 total = total + chain
             self.row_sum[r] = total
             self.alpha[r] = alpha
+
+    def _near(self, origin: Float32) -> tuple[Float32, Float32]:
+        """(shift, scale) that turn scores into exponents of p, for a row with this maximum."""
+        shift = origin * self.scale_log2
+        far = absolute(shift) >= FAR
+        return select(far, origin, shift), select(far, Float32(1.0), self.scale_log2)
 
     def rescale(self, acc_o: cute.Tensor) -> None:
         """Shrink acc_o (rows, cols) to the new maximum."""
@@ -96,22 +110,26 @@ class OnlineSoftmax:
             empty = total == 0.0
             inverse = 1.0 / total
             origin = self.row_max[r] * self.scale_log2
-            value = origin + log2(total)
+            value, size = (origin + log2(total)) * LN_2, absolute(origin)
             if self.sink is not None:
                 inverse, value = self._with_sink(origin, total)
+                size = origin  # a sink is greater than what is far below
+            exact = self.row_max[r] * self.scale + log2(total) * LN_2
+            value = select(size >= FAR, exact, value)
             for c in range(cute.size(acc_o, mode=[1])):  # 0 even where a hidden value is not finite
                 acc_o[r, c] = select(empty, Float32(0.0), acc_o[r, c] * inverse)
-            alone = -Float32.inf if self.sink is None else self.sink
-            lse.append(select(empty, alone, value) * LN_2)
+            alone = -Float32.inf if self.sink is None else self.sink * LN_2
+            lse.append(select(empty, alone, value))
         return lse
 
     def _with_sink(self, origin: Float32, total: Float32) -> tuple[Float32, Float32]:
-        """(what acc_o is multiplied by, base-2 LSE) of a row once its sink has joined."""
+        """(what acc_o is multiplied by, LSE) of a row once its sink has joined."""
+        origin = cute.arch.fmin(origin, Float32(LARGEST))
         highest = cute.arch.fmax(origin, self.sink)
         highest = select(highest == -Float32.inf, Float32(0.0), highest)
         shrink = exp2(origin - highest)
         joined = cute.math.fma(total, shrink, exp2(self.sink - highest))
-        return shrink / joined, highest + log2(joined)
+        return shrink / joined, (highest + log2(joined)) * LN_2
 
 
 class Weights:
