@@ -63,9 +63,9 @@ class Plan:
         s = self.schedule
         return batch, heads, -(-seqlen_q // s.tile_m), -(-seqlen_k // s.tile_n) + 1
 
-    @cached_property
+    @property
     def kernel(self) -> ForwardSm90:
-        """The kernel of this plan, as tables."""
+        """The kernel of this plan, as tables; not kept, since it holds the plan."""
         from .kernels.sm90.forward import ForwardSm90
 
         return ForwardSm90(self)

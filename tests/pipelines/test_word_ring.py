@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -30,7 +31,7 @@ class Telling(WarpSpecialized):
     """One warp tells the numbers of a tensor, one after the other, and each consumer warp adds."""
 
     arch, name = "sm_90a", "telling"
-    tiles = {}
+    tiles: ClassVar[dict] = {}
 
     def __init__(self, stages: int, consumers: int) -> None:
         self.rings = {"numbers": WordRing(stages=stages)}
