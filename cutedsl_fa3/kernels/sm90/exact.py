@@ -14,6 +14,8 @@ The row's four threads share its columns, 8 at a time; loads are plain ones from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -55,48 +57,57 @@ class Again:
 
     @cute.jit
     def row(self, out, row, lse, thread):
-        """Write what was lost of query `row` to `out` (head_dim_v,), in shared memory."""
+        """Write what was lost of query `row` to `out` (head_dim_v,), in shared memory.
+
+        A first pass over the keys finds what is not finite; a second, if any of it is hidden, sums.
+        """
         chunks = self.head_dim_v // VECTOR
         for chunk in cutlass.range(thread % LANES, chunks, LANES, unroll=1):
-            seen, tainted = _zeros(), _zeros()
-            for key in cutlass.range(self.elements.seqlen_k, unroll=1):
-                visible = self.sees(row, key)
-                values = _vector(self.v, key, chunk)
-                for e in cutlass.range_constexpr(VECTOR):
-                    zero = values[e] * 0.0
-                    special = select(zero == zero, Float32(0.0), values[e])
-                    seen[e] = seen[e] + select(visible, special, Float32(0.0))
-                    tainted[e] = tainted[e] + select(visible, Float32(0.0), zero)
-            again, total = _zeros(), Float32(0.0)
-            if _not_finite(tainted):
-                for key in cutlass.range(self.elements.seqlen_k, unroll=1):
-                    if self.sees(row, key):
-                        values = _vector(self.v, key, chunk)
-                        p = self.weight(row, key, lse)
-                        total += p
-                        for e in cutlass.range_constexpr(VECTOR):
-                            again[e] = cute.math.fma(p, values[e], again[e])
+            seen, tainted, sums, total = _zeros(), _zeros(), _zeros(), Float32(0.0)
+            for attempt in cutlass.range(2, unroll=1):
+                keys = self.elements.seqlen_k
+                if attempt == 1 and not _not_finite(tainted):
+                    keys = Int32(0)
+                for key in cutlass.range(keys, unroll=1):
+                    visible, p = self.weight(row, key, lse, attempt)
+                    total += p
+                    values = _vector(self.v, key, chunk)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        zero = values[e] * 0.0
+                        odd = (zero != zero) & (attempt == 0)
+                        seen[e] = seen[e] + select(odd & visible, values[e], Float32(0.0))
+                        tainted[e] = tainted[e] + select(odd & (visible ^ True), zero, Float32(0.0))
+                        added = cute.math.fma(p, values[e], sums[e])
+                        sums[e] = select(visible & (attempt == 1), added, sums[e])
+                if attempt == 0:
+                    total = Float32(0.0)
             for e in cutlass.range_constexpr(VECTOR):
-                right = again[e]
+                right, changed = sums[e], tainted[e] != tainted[e]
                 if cutlass.const_expr(lse is not None):
-                    right = right / self.whole(total, lse)
-                    right = select(seen[e] == 0.0, right, seen[e])
-                    changed = (seen[e] != 0.0) | (tainted[e] != tainted[e])
-                else:
-                    changed = tainted[e] != tainted[e]
+                    right = select(seen[e] == 0.0, right / self.whole(total, lse), seen[e])
+                    changed = changed | (seen[e] != 0.0)
                 if changed:
                     right = self.finished(right, row, lse)
                     out[chunk * VECTOR + e] = right.to(out.element_type)
 
     @cute.jit
-    def sees(self, row, key):
-        """Whether query `row` sees `key`: the mask shows it, and its score is not -inf."""
+    def weight(self, row, key, lse, attempt):
+        """Whether the row sees the key (the mask shows it, its score is not -inf), and its weight.
+
+        The weight is 0 where it is not asked for, in the first attempt of a variant without score.
+        """
         at = {"q": row, "k": key, **self.elements.uniform}
-        visible = self.elements.visible(at, 0, 0, ({}, {}, {}))
-        if cutlass.const_expr(self.elements.score is not None and self.elements.weight is None):
-            if visible:
-                visible = self.score(row, key) != -Float32.inf
-        return visible
+        visible, p = self.elements.visible(at, 0, 0, ({}, {}, {})), Float32(0.0)
+        scored = self.elements.score is not None
+        if visible and (attempt == 1 or scored):
+            value = self.score(row, key)
+            if cutlass.const_expr(lse is None):
+                p = value
+            else:
+                if cutlass.const_expr(scored):
+                    visible = value != -Float32.inf
+                p = exp2(value * self.elements.scale_log2 - lse * LOG2_E)
+        return visible, p
 
     @cute.jit
     def score(self, row, key):
@@ -109,11 +120,6 @@ class Again:
         at = {"q": row, "k": key, **self.elements.uniform}
         return self.elements.changed(raw, at, 0, 0, ({}, {}, {}))
 
-    def weight(self, row: Int32, key: Int32, lse: Float32 | None) -> Float32:
-        """The weight of a visible key."""
-        value = self.score(row, key)
-        return value if lse is None else exp2(value * self.elements.scale_log2 - lse * LOG2_E)
-
     def whole(self, total: Float32, lse: Float32) -> Float32:
         """The sum of all weights: 1, but for roundings of the LSE."""
         sink = self.elements.sink()
@@ -125,6 +131,14 @@ class Again:
             return value
         at = {"o": value, "q": row, **self.elements.uniform}
         return self.elements.epilogue.at(at if lse is None else {**at, "lse": lse}, 0, 0, {})
+
+
+def chosen(values: Sequence, index: Int32) -> object:
+    """One of a few values by a dynamic index, so that what follows is traced once."""
+    value = values[0]
+    for number, other in enumerate(values[1:], start=1):
+        value = select(index == number, other, value)
+    return value
 
 
 def _zeros() -> cute.Tensor:

@@ -57,7 +57,7 @@ from cutedsl_fa3.variant.bounds import Runs
 from cutedsl_fa3.variant.describe import ever_full
 
 from .elements import Elements
-from .exact import Again, lost
+from .exact import Again, chosen, lost
 from .mainloop import END, MainLoop
 from .operands import Fragments, Io, fake_args, head_of, heads_last, rows_first
 from .summarise import Summarise
@@ -349,12 +349,13 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             any_row = any_row | spoilt[r]
         if cute.arch.vote_any_sync(any_row):
             cute.arch.sync_warp()
-            for r in cutlass.range_constexpr(len(spoilt)):
-                inside = f.places.row + f.places.row_offsets[r]
+            for r in cutlass.range(len(spoilt), unroll=1):
+                inside = f.places.row + chosen(f.places.row_offsets, r)
                 row = w.m_block * self.schedule.tile_m + inside
-                if spoilt[r] and row < w.elements.seqlen_q:
+                if chosen(spoilt, r) and row < w.elements.seqlen_q:
                     out = rows[inside % wgmma.ROWS, None]
-                    self.again(io, w).row(out, row, None if lse is None else lse[r], thread)
+                    of_row = None if lse is None else chosen(lse, r)
+                    self.again(io, w).row(out, row, of_row, thread)
 
     def again(self, io: Io, w: Work) -> Again:
         """What computes rows of this work tile again, from global memory."""
