@@ -179,7 +179,7 @@ def surrounded(t: torch.Tensor, before: int, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", READS)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(before=st.integers(0, 9), step=st.sampled_from((1, 1, 2, 3)), turned=st.booleans())
 def test_a_view_equals_its_contiguous_copy_whatever_lies_around_it(
     device, name, before, step, turned

@@ -212,8 +212,8 @@ def test_any_whole_number_of_query_heads_shares_a_key_head(device, heads, querie
     )
 
 
-@settings(max_examples=15)
-@given(group=st.integers(1, 40), kv_heads=st.integers(1, 4), queries=st.integers(1, 140))
+@settings(max_examples=8)
+@given(group=st.integers(1, 20), kv_heads=st.integers(1, 4), queries=st.integers(1, 140))
 def test_grouped_heads_equal_repeated_keys_and_values(device, group, kv_heads, queries):
     q, k, v = drawn(device, (2, queries, 140, group * kv_heads, kv_heads))
     slopes = torch.linspace(0.1, 1.0, 160, device=device)
@@ -258,7 +258,7 @@ def test_a_grid_may_pass_65535_batch_entries_or_heads(count):
     alone(many, "cuda", 1, count)
 
 
-@pytest.mark.parametrize("sizes", [(300, 1, 16, 3, 1), (1, 1, 16, 900, 300)], ids=str)
+@pytest.mark.parametrize("sizes", [(100, 1, 16, 3, 1), (1, 1, 16, 300, 100)], ids=str)
 def test_hundreds_of_batch_entries_and_heads(device, sizes):
     hold(*drawn(device, sizes), fa3.Variant(scores.softcap(30.0)))
 
