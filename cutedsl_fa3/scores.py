@@ -38,10 +38,8 @@ def alibi(slopes: torch.Tensor) -> Score:
         silently.
     Source: Press et al. 2022, arXiv:2108.12409.
     """
-    shapes = "(heads,)", "(batch, heads)"
-    dtypes = (*arguments.FLOATS, torch.float64)
-    arguments.tensor("scores.alibi", "slopes", slopes, dtypes, *shapes)
-    if slopes.dtype != torch.float32:
+    floats = isinstance(slopes, torch.Tensor) and slopes.is_floating_point()
+    if floats and slopes.dtype != torch.float32:
         lossy = slopes.dtype != torch.float64
         raise VariantError(
             f"scores.alibi: slopes are {str(slopes.dtype)[6:]}; valid is float32: "
@@ -51,6 +49,9 @@ def alibi(slopes: torch.Tensor) -> Score:
                 else "give slopes.float(), made outside"
             )
         )
+    arguments.tensor(
+        "scores.alibi", "slopes", slopes, (torch.float32,), "(heads,)", "(batch, heads)"
+    )
 
     def biased(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         slope = slopes[h] if slopes.ndim == 1 else slopes[b, h]
