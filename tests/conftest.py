@@ -27,6 +27,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return pretended_gpu(monkeypatch)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Side by side, each worker has one core: threads of several would wait for one another."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
 _left_out = pytest.StashKey[dict[str, int]]()
 
 
