@@ -21,13 +21,14 @@ from itertools import pairwise
 import torch
 
 from . import cache, masks
+from .calls import prepare
 from .interface import attention, plan
 from .record import ROOT, CallRow
 from .variant import Variant
 
 CALLS = 100  # of a sample, in a row; a stream queues 1,024
 SAMPLES = 200
-PROCESSES = 5
+PROCESSES = 3
 CAPTURES = (0, 1, 3)
 PARTS = ("find", "load", "launch")
 SHAPE = (1, 64, 2, 64)
@@ -50,6 +51,7 @@ def measure(report: Callable[[str], None], processes: int = PROCESSES) -> Iterat
     """Every step in turn, with a line for each, on the current CUDA device."""
     for captures in CAPTURES:
         yield _said(cached_call(captures), report)
+        yield _said(launch_alone(captures), report)
     with tempfile.TemporaryDirectory(prefix="cutedsl_fa3_") as folder:
         compiled, found = [], []
         for number in range(processes):  # each compiles into a folder of its own
@@ -65,17 +67,31 @@ def measure(report: Callable[[str], None], processes: int = PROCESSES) -> Iterat
 def cached_call(captures: int) -> CallRow:
     """Microseconds until a call of a kind that was seen before returns, its launch queued."""
     q, variant = inputs(captures, "cuda")
+    return _row("cached call", _queued(lambda: attention(q, q, q, variant)), captures)
+
+
+def launch_alone(captures: int) -> CallRow:
+    """Microseconds of such a call's launch: tensor maps made, the kernel queued, nothing checked."""
+    q, variant = inputs(captures, "cuda")
+    call = prepare(q, q, q, variant, None)
+    out, lse = torch.empty_like(call.out), torch.empty_like(call.lse)
+    arguments = (q, q, q, out, lse, variant.captures or None, None, None, call.scale)
+    return _row("launch alone", _queued(lambda: call.launch(*arguments)), captures)
+
+
+def _queued(call: Callable[[], object]) -> list[float]:
+    """Microseconds until a call returns, by sample."""
     for _ in range(CALLS):
-        attention(q, q, q, variant)
+        call()
     times = []
     for _ in range(SAMPLES):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(CALLS):
-            attention(q, q, q, variant)
+            call()
         times.append((time.perf_counter() - start) / CALLS * 1e6)
     torch.cuda.synchronize()
-    return _row("cached call", times, captures)
+    return times
 
 
 def first_call_elsewhere(folder: str, device: str = "cuda") -> tuple[float, ...]:

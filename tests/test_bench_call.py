@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ def pretended(monkeypatch):
     monkeypatch.setattr("cutedsl_fa3.record.collect", lambda commit, dirty: dict(meta))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(bench_call, "attention", lambda *tensors: None)
+    monkeypatch.setattr(
+        bench_call,
+        "prepare",
+        lambda q, *rest: SimpleNamespace(out=q, lse=q, scale=1.0, launch=lambda *arguments: None),
+    )
     inputs = bench_call.inputs
     monkeypatch.setattr(bench_call, "inputs", lambda captures, device: inputs(captures, "cpu"))
     seen = set()
@@ -54,8 +60,9 @@ def test_the_command_writes_a_record_of_every_step(pretended, tmp_path: Path):
     rows = Record.read(path).rows
     assert all(isinstance(row, CallRow) for row in rows)
     steps = {(row.step, row.captures): row.us for row in rows}
-    assert len(rows) == len(steps) == 11
-    assert {captures for step, captures in steps if step == "cached call"} == {0, 1, 3}
+    assert len(rows) == len(steps) == 14
+    for timed in ("cached call", "launch alone"):
+        assert {captures for step, captures in steps if step == timed} == {0, 1, 3}
     assert steps["first call, compiled", 1] == pytest.approx(1.513e6)
     assert steps["first call, from disk", 1] == pytest.approx(33e3)
     assert steps["find, from disk", 1] == pytest.approx(20e3)
@@ -63,6 +70,7 @@ def test_the_command_writes_a_record_of_every_step(pretended, tmp_path: Path):
     assert "| first call, compiled | 1 | 1513 ms |" in table
     assert "| first call, from disk | 1 | 33 ms |" in table
     assert table.count("| cached call |") == 3 and "find" not in table
+    assert "launch alone" not in table
 
 
 def test_without_a_gpu_the_command_says_what_it_needs(monkeypatch):
