@@ -71,7 +71,7 @@ def cached_call(captures: int) -> CallRow:
 
 
 def launch_alone(captures: int) -> CallRow:
-    """Microseconds of such a call's launch: tensor maps made, the kernel queued, nothing checked."""
+    """Microseconds of the launch of such a call: tensor maps made, the kernel queued."""
     q, variant = inputs(captures, "cuda")
     call = prepare(q, q, q, variant, None)
     out, lse = torch.empty_like(call.out), torch.empty_like(call.lse)
