@@ -295,22 +295,23 @@ class _Online:
     def finish(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """O (cells, rows, head_dim_v) and LSE (cells, rows) of cells of heads `h`."""
         total, origin = self.row_sum, self.row_max * self.call.scale_log2
-        factor, value, alone = 1 / total, origin + torch.log2(total), origin  # which is -inf
-        sink, size = _sink(self.call.plan.variant, h), origin.abs()
+        empty, factor, value = total == 0, 1 / total, origin + torch.log2(total)
+        natural, size = self.row_max * self.call.scale_natural, origin.abs()
+        alone, sink = origin, _sink(self.call.plan.variant, h)  # an empty row's is -inf
         if sink is not None:
-            size = origin
-            origin = origin.clamp(max=LARGEST)
-            highest = torch.fmax(origin, sink)
-            highest = highest.masked_fill(highest == -math.inf, 0.0)
+            logit = (
+                (sink * LOG2_E).clamp(-LARGEST, LARGEST).masked_fill(sink == -math.inf, -math.inf)
+            )
+            origin = origin.clamp(-LARGEST, LARGEST)
+            highest = torch.fmax(origin, logit)
             shrink = _exp2(origin - highest)
-            joined = total * shrink + _exp2(sink - highest)
-            factor, value, alone = shrink / joined, highest + torch.log2(joined), sink
+            total = total * shrink + _exp2(logit - highest)
+            factor, value, size = shrink / total, highest + torch.log2(total), highest.abs()
+            natural, alone = torch.fmax(natural, sink), sink
         o = self.acc_o if self.beyond is None else self.acc_o + self.beyond
-        empty = total == 0
         o = (o * factor[..., None]).masked_fill(empty[..., None], 0.0)
-        natural = self.row_max * self.call.scale_natural + torch.log2(total) * LN_2
-        value = torch.where(size >= FAR, natural, value * LN_2)
-        return o, torch.where(empty, alone * LN_2, value)
+        value = torch.where(size >= FAR, natural + torch.log2(total) * LN_2, value * LN_2)
+        return o, torch.where(empty, alone, value)
 
 
 class _Weights:
@@ -358,10 +359,10 @@ def _may_hold_others(v: torch.Tensor) -> bool:
 
 
 def _sink(variant: Variant, h: torch.Tensor) -> torch.Tensor | None:
-    """The sinks of heads `h` as base-2 logarithms: (cells, 1)."""
+    """The sinks of heads `h`, natural: (cells, 1)."""
     if variant.sink is None:
         return None
-    sink = variant.captures[variant.sink].float() * LOG2_E
+    sink = variant.captures[variant.sink].float()
     return sink[h][:, None] if sink.ndim else sink
 
 

@@ -190,7 +190,8 @@ def _softmax(
     row_max = torch.maximum(highest, sink)
     finite_max = row_max.masked_fill(row_max == -math.inf, 0)
     weights = torch.exp(scores - finite_max)
-    row_sum = weights.sum(-1, keepdim=True) + torch.exp(sink - finite_max)
+    takes_all = (sink == math.inf) & (highest < math.inf)
+    row_sum = weights.sum(-1, True) + torch.where(takes_all, 1.0, torch.exp(sink - finite_max))
     finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     out = torch.einsum("hqk,khd->hqd", weights, finite)
     if not torch.equal(finite, values):

@@ -136,7 +136,7 @@ def hold_outputs(out: torch.Tensor, wanted: torch.Tensor, v: torch.Tensor) -> No
     assert ((out.double() - wanted).abs() <= 2 * torch.finfo(out.dtype).eps * v.abs().max()).all()
 
 
-SINKS = (-math.inf, -1e30, -200.0, -3.0, 0.0, 2.0, 30.0, 100.0, 1e4, 1e30)
+SINKS = (-math.inf, -FP32.max, -1e30, -200.0, -3.0, 0.0, 2.0, 30.0, 100.0, 1e4, 1e30, FP32.max)
 
 
 @pytest.mark.parametrize("mask", [None, masks.causal, masks.none], ids=["full", "causal", "none"])
@@ -164,6 +164,18 @@ def test_a_sink_of_any_size_is_one_more_logit(device, mask, per_head, chosen, sh
     hold_outputs(out, wanted, v)
     hold_lse(lse, wanted_lse)
     assert (out.transpose(1, 2)[plain[1] == -math.inf] == 0).all()
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal, masks.none], ids=["full", "causal", "none"])
+@pytest.mark.parametrize("sink", [2.4e38, -2.4e38, FP32.max, FP32.min, math.inf, math.nan], ids=str)
+def test_a_sink_at_the_ends_of_fp32_is_what_the_reference_says(device, mask, sink):
+    """Its base-2 logarithm overflows; an infinite one takes all weight, NaN all that is seen."""
+    q, k, v = drawn(device, (1, 70, 40, 2, 1))
+    variant = fa3.Variant(mask=mask, softmax=fa3.OnlineSoftmax(torch.tensor(sink, device=device)))
+    out, lse = fa3.attention_with_lse(q, k, v, variant)
+    right, right_lse = exact(q, k, v, variant)
+    assert torch.allclose(lse.double(), right_lse, rtol=1e-6, atol=1e-5, equal_nan=True)
+    assert torch.allclose(out.double(), right, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
 def test_a_sink_of_minus_infinity_changes_no_bit_of_a_row_that_sees_keys(device):

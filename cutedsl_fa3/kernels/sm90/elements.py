@@ -94,12 +94,12 @@ class Elements:
         return OnlineSoftmax(rows, scale, self.scale_log2, self.sink())
 
     def sink(self) -> Float32 | None:
-        """This head's sink as a base-2 logarithm."""
+        """This head's sink, natural."""
         number = self.variant.sink
         if number is None:
             return None
         index = [self.uniform["h"]] if self.variant.captures[number].dim() else []
-        return load(self.captures[number], index, "float") * LOG2_E
+        return load(self.captures[number], index, "float")
 
     def apply(
         self, acc_s: cute.Tensor, places: wgmma.Places, corner: tuple[Int32, Int32], masked: bool

@@ -123,7 +123,7 @@ class Again:
     def whole(self, total: Float32, lse: Float32) -> Float32:
         """The sum of all weights: 1, but for roundings of the LSE."""
         sink = self.elements.sink()
-        return total if sink is None else total + exp2(sink - lse * LOG2_E)
+        return total if sink is None else total + exp2((sink - lse) * LOG2_E)
 
     def finished(self, value: Float32, row: Int32, lse: Float32 | None) -> Float32:
         """The epilogue function on one output."""

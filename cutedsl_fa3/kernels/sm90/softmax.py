@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cutedsl_fa3.layouts.wgmma import ROW_LANES
-from cutedsl_fa3.variant.lower import LN_2, absolute, exp2, log2, select
+from cutedsl_fa3.variant.lower import LN_2, LOG2_E, absolute, exp2, log2, select
 from cutedsl_fa3.variant.softmax import FAR, LARGEST
 
 CHAINS = 2  # independent maxima and sums per row, for instruction-level parallelism
@@ -36,8 +36,8 @@ class OnlineSoftmax:
     """Running maximum and sum of the rows that one thread holds.
 
     Units: `row_max` is in units of acc_s; `row_sum` covers this thread's columns until `finish`;
-    `scale` and `scale_log2` turn acc_s into a natural and a base-2 logarithm; `sink` is a base-2
-    logarithm, None where there is no sink.
+    `scale` and `scale_log2` turn acc_s into a natural and a base-2 logarithm; `sink` is natural,
+    None where there is no sink.
     """
 
     def __init__(
@@ -111,25 +111,35 @@ class OnlineSoftmax:
             inverse = 1.0 / total
             origin = self.row_max[r] * self.scale_log2
             value, size = (origin + log2(total)) * LN_2, absolute(origin)
+            natural = self.row_max[r] * self.scale
             if self.sink is not None:
-                inverse, value = self._with_sink(origin, total)
-                size = origin  # a sink is greater than what is far below
-            exact = self.row_max[r] * self.scale + log2(total) * LN_2
-            value = select(size >= FAR, exact, value)
+                inverse, value, size, total = self._with_sink(origin, total)
+                natural = cute.arch.fmax(natural, self.sink)
+            value = select(size >= FAR, natural + log2(total) * LN_2, value)
             for c in range(cute.size(acc_o, mode=[1])):  # 0 even where a hidden value is not finite
                 acc_o[r, c] = select(empty, Float32(0.0), acc_o[r, c] * inverse)
-            alone = -Float32.inf if self.sink is None else self.sink * LN_2
+            alone = -Float32.inf if self.sink is None else self.sink
             lse.append(select(empty, alone, value))
         return lse
 
-    def _with_sink(self, origin: Float32, total: Float32) -> tuple[Float32, Float32]:
-        """(what acc_o is multiplied by, LSE) of a row once its sink has joined."""
-        origin = cute.arch.fmin(origin, Float32(LARGEST))
-        highest = cute.arch.fmax(origin, self.sink)
-        highest = select(highest == -Float32.inf, Float32(0.0), highest)
+    def _with_sink(self, origin: Float32, total: Float32) -> tuple[Float32, ...]:
+        """What acc_o is multiplied by, LSE, size of the greater logit and the sum relative to it.
+
+        Logits are held within fp32 here; -inf, for no sink, and NaN stay what they are.
+        """
+        sink = _held(self.sink * LOG2_E)
+        sink = select(self.sink == -Float32.inf, self.sink, sink)
+        origin = _held(origin)
+        highest = cute.arch.fmax(origin, sink)
         shrink = exp2(origin - highest)
-        joined = cute.math.fma(total, shrink, exp2(self.sink - highest))
-        return shrink / joined, (highest + log2(joined)) * LN_2
+        joined = cute.math.fma(total, shrink, exp2(sink - highest))
+        return shrink / joined, (highest + log2(joined)) * LN_2, absolute(highest), joined
+
+
+def _held(logit: Float32) -> Float32:
+    """Within +-LARGEST; NaN stays."""
+    logit = select(logit > LARGEST, Float32(LARGEST), logit)
+    return select(logit < -LARGEST, Float32(-LARGEST), logit)
 
 
 class Weights:
