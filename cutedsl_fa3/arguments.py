@@ -53,6 +53,27 @@ def tensor(
     return value
 
 
+def fits_32_bits(function: str, name: str, value: torch.Tensor) -> torch.Tensor:
+    """The value, int64 elements of which must be 32-bit numbers when this is called.
+
+    A graph saturates them, so that two which are larger would be equal. Waits for the device.
+
+    Raises: VariantError naming the largest.
+    """
+    if value.dtype != torch.int64 or value.numel() == 0 or value.device.type == "meta":
+        return value
+    if value.is_cuda and torch.cuda.is_current_stream_capturing():
+        return value
+    low, high = (int(end) for end in torch.aminmax(value))
+    worst = low if -low > high else high
+    if abs(worst) >= 2**31:
+        raise VariantError(
+            f"{function}: {name} holds {worst}; valid are 32-bit integers, since larger ones would "
+            "count as equal: number them anew, as torch.unique(..., return_inverse=True) does"
+        )
+    return value
+
+
 def _dimensions(shape: str) -> int:
     """How many sizes a shape such as "(batch, seqlen)" has."""
     return sum(1 for size in shape.strip("()").split(",") if size.strip())

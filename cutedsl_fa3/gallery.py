@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import arguments
+from .errors import VariantError
 from .variant import Variant
 from .variant.evaluate import evaluate
 from .variant.visits import all_visits
@@ -158,9 +160,24 @@ def draw(
     curve if they depend on the score alone, else the change of a score of 1. `tile` is (queries,
     keys) of a tile; by default that of the kernel for head_dim 128.
 
-    Raises: ModuleNotFoundError without matplotlib.
+    Raises: VariantError for what is no Variant, lengths below 1, a negative b or h, and a tile that
+        is no pair of sizes; ModuleNotFoundError without matplotlib.
     """
     return figure(pictures(variant, seqlen_q, seqlen_k, b=b, h=h, tile=tile), legend=True)
+
+
+def _check(variant: object, tile: object, **numbers: object) -> None:
+    if not isinstance(variant, Variant):
+        hint = "; make one of a function, as in Variant(mask=...)" if callable(variant) else ""
+        raise VariantError(f"gallery.draw: variant is {variant!r}; valid is a Variant{hint}")
+    for name, number in numbers.items():
+        arguments.integer("gallery.draw", name, number, int(name.startswith("seqlen")))
+    if tile is None:
+        return
+    if not (isinstance(tile, tuple) and len(tile) == 2):
+        raise VariantError(f"gallery.draw: tile is {tile!r}; valid are (queries, keys) and None")
+    for name, number in zip(("tile[0]", "tile[1]"), tile, strict=True):
+        arguments.integer("gallery.draw", name, number, 1)
 
 
 def pictures(
@@ -173,6 +190,7 @@ def pictures(
     tile: tuple[int, int] | None = None,
 ) -> list[Picture]:
     """What `draw` draws."""
+    _check(variant, tile, seqlen_q=seqlen_q, seqlen_k=seqlen_k, b=b, h=h)
     inputs: dict[str, Any] = {
         "b": b,
         "h": h,

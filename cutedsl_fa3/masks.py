@@ -147,10 +147,10 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> Mask:
     `ids` has an entry for each key position, and a query is of the document at its position; one
     that stands before the first key is of none. With `key_ids`, `ids` has an entry for each query
     instead (cross attention). Ids need not be sorted; where they are, a launch visits the tiles of
-    the own documents only.
+    the own documents only. Positions past the last entry are of its document.
 
-    Shape: (seqlen,) or (batch, seqlen), integers.
-    Raises: VariantError for another type, shape or dtype.
+    Shape: (seqlen,) or (batch, seqlen), integers of 32 bits at most.
+    Raises: VariantError for another type, shape or dtype, and for int64 ids of more bits.
     """
     _ids("documents", "ids", ids)
     if key_ids is not None:
@@ -169,9 +169,10 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> Mask:
 
 
 def _ids(function: str, name: str, ids: Any) -> torch.Tensor:
-    return arguments.tensor(
-        f"masks.{function}", name, ids, arguments.INTEGERS, "(seqlen,)", "(batch, seqlen)"
-    )
+    function = f"masks.{function}"
+    shapes = "(seqlen,)", "(batch, seqlen)"
+    arguments.tensor(function, name, ids, arguments.INTEGERS, *shapes)
+    return arguments.fits_32_bits(function, name, ids)
 
 
 def packed(mask: Mask, ids: torch.Tensor, offsets: torch.Tensor) -> Mask:

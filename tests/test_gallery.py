@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cutedsl_fa3 import Elementwise, gallery, gallery_page, masks, packing, scores
 from cutedsl_fa3.cli import app
+from cutedsl_fa3.errors import VariantError
 from cutedsl_fa3.gallery import MISSED, Change, Curve, Pairs
 from cutedsl_fa3.gallery_page import DRAWN, DRAWN_TILE, EXAMPLES, FOLDER, WRITTEN_OUT
 from cutedsl_fa3.variant import Variant
@@ -240,3 +241,19 @@ def test_drawing_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: .*cutedsl-fa3\[plot\]"):
         gallery.draw(Variant(mask=masks.causal), 8, 8, tile=(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((masks.causal, 8, 8), "valid is a Variant; make one of a function"),
+        ((Variant(), 0, 8), "seqlen_q is 0; valid are ints from 1"),
+        ((Variant(), 8, -1), "seqlen_k is -1"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_by_name(arguments, message):
+    with pytest.raises(VariantError, match=message):
+        gallery.draw(*arguments)
+    for wrong in ({"b": -1}, {"h": 1.5}, {"tile": (0, 5)}, {"tile": 8}):
+        with pytest.raises(VariantError, match=next(iter(wrong))):
+            gallery.draw(Variant(), 8, 8, **wrong)

@@ -325,3 +325,12 @@ def test_captured_ids_are_read_anew_and_need_no_new_variant():
     assert variant.captures == (ids,)
     other = Variant(mask=masks.documents(torch.zeros(9, dtype=torch.int64)))
     assert variant.text == other.text
+
+
+@pytest.mark.parametrize("worst", [2**31, -(2**31) - 1, 2**40])
+def test_document_ids_that_would_count_as_equal_are_refused(worst):
+    ids = torch.tensor([1, worst, 2])
+    for make in (masks.documents, lambda t: masks.documents(torch.tensor([1]), t)):
+        with pytest.raises(VariantError, match=rf"holds {worst}; valid are 32-bit"):
+            make(ids)
+    masks.documents(torch.tensor([2**31 - 1, 1 - 2**31]))
