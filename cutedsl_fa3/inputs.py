@@ -52,7 +52,9 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Va
             raise Unsupported(f"{name} is {t.dtype} but q is {q.dtype}: one dtype is needed")
     if q.dtype not in NAMES:
         allowed = ", ".join(map(str, NAMES))
-        raise Unsupported(f"q is {q.dtype}: supported are {allowed}")
+        raise Unsupported(
+            f"q is {q.dtype}: supported are {allowed}, as q.to(torch.bfloat16) makes one"
+        )
     expected = {
         "k batch": (k.shape[0], q.shape[0], "q's batch"),
         "v batch": (v.shape[0], q.shape[0], "q's batch"),

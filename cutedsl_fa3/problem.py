@@ -50,7 +50,7 @@ class Problem:
                 raise Unsupported(
                     f"{field} = {size}: supported are multiples of {STEP} from {STEP} to "
                     f"{LARGEST} (of their own size {natives} and (192, 128), others at the cost "
-                    "of the next)"
+                    f"of the next){_way_out(size)}"
                 )
 
     @property
@@ -75,3 +75,10 @@ class Problem:
         if self.tile_dims != (self.head_dim, self.head_dim_v):
             sizes += f", in tiles of {' and '.join(map(str, dict.fromkeys(self.tile_dims)))}"
         return f"{self.dtype}, {sizes}; any lengths, batch, strides and integer GQA ratio"
+
+
+def _way_out(size: object) -> str:
+    """What to do about a head size that is not served, if anything simple."""
+    if not isinstance(size, int) or not 0 < size < LARGEST:
+        return ""
+    return f"; pad with zeros to {-(-size // STEP) * STEP} and give scale"
