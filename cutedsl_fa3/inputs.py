@@ -9,6 +9,7 @@ import functools
 import math
 import numbers
 import weakref
+from collections.abc import Collection
 
 import torch
 
@@ -53,7 +54,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Va
     if q.dtype not in NAMES:
         allowed = ", ".join(map(str, NAMES))
         raise Unsupported(
-            f"q is {q.dtype}: supported are {allowed}, as q.to(torch.bfloat16) makes one"
+            f"q is {q.dtype}: supported are {allowed}; use q.to(torch.bfloat16), k and v alike"
         )
     expected = {
         "k batch": (k.shape[0], q.shape[0], "q's batch"),
@@ -77,7 +78,16 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Va
                 f"{name} seqlen = {t.shape[1]}: at most {LARGEST}, so that sums of positions stay "
                 "32-bit"
             )
-    _check_captures(variant, {"b": q.shape[0], "h": q.shape[2]})
+    _check_captures(variant, {"b": q.shape[0], "h": q.shape[2]}, _read(variant, q, k))
+
+
+def _read(variant: Variant, q: torch.Tensor, k: torch.Tensor) -> Collection[int]:
+    """The captured tensors that a call reads: without queries none, without keys the epilogue's."""
+    if q.shape[0] * q.shape[1] * q.shape[2] == 0:
+        return ()
+    if k.shape[1]:
+        return range(len(variant.captures))
+    return () if variant.epilogue is None else variant.epilogue.captures
 
 
 def _check_dense(name: str, t: torch.Tensor) -> None:
@@ -125,7 +135,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     return max(float(scale), SMALLEST_SCALE)
 
 
-def _check_captures(variant: Variant, extents: dict[str, int]) -> None:
+def _check_captures(variant: Variant, extents: dict[str, int], read: Collection[int]) -> None:
     """That captured tensors are still what was traced, and cover the heads and batches read.
 
     Their types can change after a Variant was made: `module.half()` gives parameters new memory.
@@ -134,7 +144,7 @@ def _check_captures(variant: Variant, extents: dict[str, int]) -> None:
     for number, t in enumerate(variant.captures):
         name = f"captured tensor t{number}"
         _check_dense(name, t)
-        if t.numel() == 0:
+        if t.numel() == 0 and number in read:
             raise Unsupported(
                 f"{name} of shape {tuple(t.shape)} has no elements: a kernel reads at least one; "
                 "leave it out of the variant"

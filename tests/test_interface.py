@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutedsl_fa3 as fa3
-from cutedsl_fa3 import emulate, inputs, interface, reference
+from cutedsl_fa3 import emulate, inputs, interface, masks, reference
 from cutedsl_fa3.pipelines import Schedule
 
 
@@ -284,6 +284,23 @@ def test_a_captured_tensor_that_changed_since_it_was_traced_is_refused():
         parameter.data = other
         with pytest.raises(fa3.Unsupported, match=said):
             fa3.attention(q, q, q, variant)
+
+
+def test_captured_tensors_may_be_empty_where_nothing_is_read():
+    """As the last batch of a loader may be, its documents with it."""
+    q = drawn(*Q)
+    none = fa3.Variant(mask=masks.documents(torch.zeros(0, q.shape[1], dtype=torch.int32)))
+    assert fa3.attention(q[:0], q[:0], q[:0], none).shape == q[:0].shape
+    without_keys = fa3.Variant(mask=masks.documents(torch.zeros(0, dtype=torch.int32)))
+    out, lse = fa3.attention_with_lse(q, q[:, :0], q[:, :0], without_keys)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    for variant in (none, without_keys):
+        with pytest.raises(fa3.Unsupported, match="has no elements: a kernel reads at least one"):
+            fa3.attention(q, q, q, variant)
+    gate = torch.zeros(0)
+    gated = fa3.Variant(epilogue=lambda o, lse, b, h, q: o * gate[q])
+    with pytest.raises(fa3.Unsupported, match="has no elements"):
+        fa3.attention(q, q[:, :0], q[:, :0], gated)
 
 
 def test_a_captured_view_that_torch_negates_on_reading_is_refused():

@@ -62,11 +62,6 @@ class Captures:
                 f"a captured tensor of shape {shape} is on device meta and holds no values; valid "
                 "are tensors on a GPU, and on the CPU for the reference"
             )
-        if tensor.numel() == 0:
-            self.refuse(
-                f"a captured tensor of shape {shape} has no elements; a kernel reads at least one, "
-                "at hidden positions too: give it sizes of at least 1"
-            )
 
     def whole(self, tensor: torch.Tensor) -> Partial:
         """The tensor before it is indexed."""
