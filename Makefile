@@ -10,7 +10,7 @@ export PATH := $(PATH):/usr/local/cuda/bin
 .PHONY: test demo bench bench-variants bench-call bench-gemm tune sanitize notebooks lint format
 
 test: lint
-	@python="$(python)" && "$$python" -m pytest -n $(workers) --maxschedchunk 4 $(pytest_args)
+	@python="$(python)" && "$$python" -m pytest -n $(workers) --dist worksteal $(pytest_args)
 
 demo:
 	@python="$(python)" && "$$python" -m cutedsl_fa3 demo
