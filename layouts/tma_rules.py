@@ -1,11 +1,12 @@
 """Every rule of a tensor map by name: the value given, what is allowed, the nearest valid choice.
 
 Source: CUDA Driver API 13.0, cuTensorMapEncodeTiled, compared with the verdicts of driver 580.159
-on an H200 for 6,600 maps. The manual asks for strides that are multiples of 16 below 2^40. Sizes,
-boxes and element strides must be non-zero, strides need not: the driver accepts them in any order,
-overlapping and zero (an expanded dimension), so the manual's formula in which each stride contains
-the previous one is an illustration, no rule. Not in the manual, but refused: addresses from 2^57
-on, and boxes too large for a block's shared memory (204,800 bytes pass, 252,960 do not).
+on an H200, of which tests/layouts keeps 938. The manual asks for strides that are multiples of 16
+below 2^40. Sizes, boxes and element strides must be non-zero, strides need not: the driver accepts
+them in any order, overlapping and zero (an expanded dimension), so the manual's formula in which
+each stride contains the previous one is an illustration, no rule. Not in the manual, but refused:
+addresses from 2^57 on, and boxes too large for a block's shared memory (204,800 bytes pass, 252,960
+do not).
 """
 
 from __future__ import annotations

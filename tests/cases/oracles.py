@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+from twin_cases import plain
 
 import cutedsl_fa3 as fa3
 from cutedsl_fa3 import reference
-from cutedsl_fa3.variant.evaluate import evaluate
 
 Result = tuple[torch.Tensor, torch.Tensor]
 Sizes = tuple[int, int, int, int, int]  # batch, seqlen_q, seqlen_k, heads, kv_heads
@@ -90,36 +90,6 @@ def exact(
     return reference.attention_with_lse(q, k, v, variant, scale=scale, dtype=torch.float64)
 
 
-def rounded(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: fa3.Variant | None,
-    scale: float | None,
-) -> torch.Tensor:
-    """The same attention as torch computes it at the input dtype: S and P rounded to it."""
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-    outs = []
-    for b in range(q.shape[0]):
-        s = torch.einsum("qhd,khd->hqk", q[b], k[b]).float() * scale
-        at = {
-            "b": b,
-            "h": torch.arange(s.shape[0], device=s.device)[:, None, None],
-            "q": torch.arange(s.shape[1], device=s.device)[:, None],
-            "k": torch.arange(s.shape[2], device=s.device),
-            "seqlen_q": s.shape[1],
-            "seqlen_k": s.shape[2],
-        }
-        if variant is not None and variant.score is not None:
-            s = evaluate(variant.score, {"score": s, **at}, variant.captures)
-        if variant is not None and variant.mask is not None:
-            s = torch.where(evaluate(variant.mask, at, variant.captures), s, -math.inf)
-        p = torch.softmax(s, -1).nan_to_num(0.0).to(q.dtype)
-        outs.append(torch.einsum("hqk,khd->qhd", p, v[b]))
-    return torch.stack(outs)
-
-
 def hold(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -131,7 +101,7 @@ def hold(
     out, lse = fa3.attention_with_lse(q, k, v, variant, scale=scale)
     wanted, wanted_lse = exact(q, k, v, variant, scale)
     if wanted.numel():
-        error = (rounded(q, k, v, variant, scale).double() - wanted).abs().max()
+        error = (plain(q, k, v, variant, scale).double() - wanted).abs().max()
         allowed = 2 * error + torch.finfo(q.dtype).eps * wanted.abs().max()
         assert (out.double() - wanted).abs().max() <= allowed
     hold_lse(lse, wanted_lse)
