@@ -61,8 +61,8 @@ empty_like = torch.empty_like
 class OnDevice:
     """A forward on a GPU, for tensors of one shape, layout and place."""
 
-    __slots__ = ("device", "index", "launch", "lse", "out", "scale", "strides", "table",
-                 "viewed")  # fmt: skip
+    __slots__ = ("checks_layouts", "device", "index", "launch", "lse", "out", "scale", "strides",
+                 "table", "viewed")  # fmt: skip
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, made: Launcher
@@ -82,6 +82,9 @@ class OnDevice:
         taken = [(t, addressable(name, t)) for name, t in given]
         strides = [None if a is t else a.stride() for t, a in taken]
         self.strides = strides if any(strides) else None
+        # A launch refuses types, strides and addresses that its kernel cannot take, unless a
+        # stride is replaced before.
+        self.checks_layouts = self.strides is None
         self.viewed = any(t.dtype == torch.bool or t.dim() == 0 for t in variant.captures)
 
     def __call__(
@@ -117,6 +120,7 @@ class OnCpu:
     """The same plan, emulated."""
 
     __slots__ = ("problem", "scale", "schedule")
+    checks_layouts = False
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         for name, t in (("q", q), ("k", k), ("v", v)):
@@ -138,6 +142,7 @@ class WithoutScores:
     """No query, or no key that one could see: there is nothing to compile or to launch."""
 
     __slots__ = ("scale",)
+    checks_layouts = False
 
     def __init__(self, q: torch.Tensor) -> None:
         self.scale = checked_scale(None, q.shape[3])

@@ -91,12 +91,17 @@ def _read(variant: Variant, q: torch.Tensor, k: torch.Tensor) -> Collection[int]
 
 
 def _check_dense(name: str, t: torch.Tensor) -> None:
-    """That an argument is a tensor with a place in memory."""
+    """That an argument is a tensor whose memory holds what torch reads from it."""
     if not isinstance(t, torch.Tensor):
         raise Unsupported(f"{name} = {type(t).__name__}: a torch.Tensor is needed")
     if t.is_nested or t.layout != torch.strided:
         kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
         raise Unsupported(f"{name} is a {kind} tensor: a dense one is needed, strided as it may be")
+    if t.is_neg():
+        raise Unsupported(
+            f"{name} is a view whose sign torch flips when it reads it: a kernel reads memory as "
+            "it lies; use .resolve_neg()"
+        )
 
 
 def check_schedule(schedule: Schedule | None) -> None:
@@ -148,11 +153,6 @@ def _check_captures(variant: Variant, extents: dict[str, int], read: Collection[
             raise Unsupported(
                 f"{name} of shape {tuple(t.shape)} has no elements: a kernel reads at least one; "
                 "leave it out of the variant"
-            )
-        if t.is_neg():
-            raise Unsupported(
-                f"{name} is a view whose sign torch flips when it reads it: a kernel reads memory "
-                "as it lies; capture its .resolve_neg()"
             )
     for number, dtype, rank, by in reads(variant):
         t = variant.captures[number]

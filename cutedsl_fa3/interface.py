@@ -26,6 +26,9 @@ __all__ = ["SlowKernel", "attention", "attention_with_lse", "checked_scale", "pl
 
 PLAIN = Variant()
 MOST_SIGNATURES = 1024  # of one variant that are kept; lengths that grow one by one are as many
+# A variant that was not called yet, or an argument that `prepare` refuses by its name.
+NEW = (AttributeError, KeyError, RuntimeError, TypeError)
+MISMATCH = (TypeError, ValueError)  # what a kernel raises for tensors that it does not take
 
 _calls: weakref.WeakKeyDictionary[Variant, dict[tuple, Call]] = weakref.WeakKeyDictionary()
 
@@ -119,32 +122,86 @@ def _call(
     scale: float | None,
     schedule: Schedule | None,
 ) -> Result:
-    """Check, or find that this kind of call was checked before, and run it."""
-    call = signature = None
-    graded = True
-    try:
-        parts = [
-            q.shape, q.stride(), q.dtype, q.device, _alignment(q),
-            k.shape, k.stride(), k.dtype, k.device, _alignment(k),
-            v.shape, v.stride(), v.dtype, v.device, _alignment(v),
-            schedule,
-        ]  # fmt: skip
-        graded = q.requires_grad or k.requires_grad or v.requires_grad
-        for t in variant.captures:
-            parts += (t.shape, t.stride(), t.dtype, t.device, _alignment(t))
-            graded = graded or t.requires_grad
-        signature = tuple(parts)
-        call = _calls[variant].get(signature)
-    except (AttributeError, KeyError, RuntimeError, TypeError):
-        pass  # a variant that is new, or an argument that `prepare` refuses by its name
-    if call is None:
-        call = _prepared(q, k, v, variant, schedule, signature)
-    scale = call.scale if scale is None else checked_scale(scale, 0)
-    # Tangents of forward-mode differentiation come without requires_grad.
-    if (graded and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+    """Check, or find that this kind of call was checked before, and run it.
+
+    A kind is described by as little as will do, since this is most of what a call costs in Python.
+    """
+    graded = forward_ad._current_level >= 0 or (  # tangents come without requires_grad
+        torch.is_grad_enabled() and _requires_grad(q, k, v, variant)
+    )
+    if not graded:
+        call = None
+        try:
+            call = _calls[variant].get(_kind(q, k, v, variant.captures, schedule))
+        except NEW:
+            pass
+        if call is not None:
+            try:
+                return call(q, k, v, variant, _scaled(call, scale))
+            except MISMATCH:
+                pass  # nothing was launched: a kernel checks types, strides and addresses first
+    call = _exactly(q, k, v, variant, schedule)
+    scale = _scaled(call, scale)
+    if graded:
         run = partial(call, q, k, v, variant, scale)
         return _ForwardOnly.apply(run, q, k, v, *variant.captures)
     return call(q, k, v, variant, scale)
+
+
+def _requires_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> bool:
+    try:
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return True
+        captures = variant.captures
+        return bool(captures) and True in [t.requires_grad for t in captures]
+    except AttributeError:
+        return False  # an argument that `prepare` refuses by its name
+
+
+def _scaled(call: Call, scale: float | None) -> float:
+    return call.scale if scale is None else checked_scale(scale, 0)
+
+
+def _kind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captures: tuple[torch.Tensor, ...],
+    schedule: Schedule | None,
+) -> tuple | None:
+    """What the checks depend on, but for what a kernel checks when it is launched.
+
+    None where it would not: memory that is not there, signs that torch flips (none in bf16).
+    """
+    dtype = q.dtype
+    if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
+        return None
+    if dtype is torch.float16 and (q.is_neg() or k.is_neg() or v.is_neg()):
+        return None
+    devices = q.get_device(), k.get_device(), v.get_device()
+    if not captures:
+        return q.shape, k.shape, v.shape, dtype, devices, schedule
+    about = []
+    for t in captures:
+        if not t.data_ptr() or t.is_neg():
+            return None
+        about += t.shape, t.get_device()
+    return q.shape, k.shape, v.shape, dtype, devices, schedule, *about
+
+
+def _signature(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captures: tuple[torch.Tensor, ...],
+    schedule: Schedule | None,
+) -> tuple:
+    """Whatever the checks and the choice of a kernel depend on."""
+    tensors = (q, k, v, *captures)
+    return (
+        *((t.shape, t.stride(), t.dtype, t.device, _alignment(t), t.is_neg()) for t in tensors),
+        schedule,
+    )
 
 
 def _alignment(t: torch.Tensor) -> int:
@@ -153,21 +210,30 @@ def _alignment(t: torch.Tensor) -> int:
     return address & 15 if address else -1
 
 
-def _prepared(
+def _exactly(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     variant: Variant,
     schedule: Schedule | None,
-    signature: tuple | None,
 ) -> Call:
-    """The call of a signature that was not seen before, kept for the next time."""
-    call = prepare(q, k, v, variant, schedule)
-    known = _calls.setdefault(variant, {})
-    if len(known) >= MOST_SIGNATURES:
-        known.clear()
-    if signature is not None:
-        known[signature] = call
+    """The call for tensors just like these, kept for the next time."""
+    signature = None
+    try:
+        signature = _signature(q, k, v, variant.captures, schedule)
+        call = _calls[variant].get(signature)
+    except NEW:
+        call = None
+    if call is None:
+        call = prepare(q, k, v, variant, schedule)
+        known = _calls.setdefault(variant, {})
+        if len(known) + 2 > MOST_SIGNATURES:
+            known.clear()
+        if signature is not None:
+            known[signature] = call
+            kind = _kind(q, k, v, variant.captures, schedule)
+            if kind is not None and call.checks_layouts:
+                known[kind] = call
     return call
 
 

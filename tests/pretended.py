@@ -1,4 +1,7 @@
-"""A GPU that is not there: CPU tensors take the way of CUDA tensors up to the launch, and stop."""
+"""A GPU that is not there: CPU tensors take the way of CUDA tensors up to the launch, and stop.
+
+A launch refuses what the compiled host function refuses: it is described by the same stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import cutlass.torch
 import pytest
+import torch
 
 from cutedsl_fa3 import cache, calls, interface
 from cutedsl_fa3.compile import Resources
@@ -26,12 +31,44 @@ class Gpu:
     def get(self, kernel: Any) -> Any:
         """In place of `cache.get`."""
         self.kernels.append(kernel.key_text)
-        return SimpleNamespace(launch=self.launch, resources=Resources(168, 0, self.spills, 0, 0))
+        taken = kernel.fake_args()
+
+        def launch(*arguments: Any) -> None:
+            refuse_mismatch(taken, arguments)
+            self.launch(*arguments)
+
+        return SimpleNamespace(launch=launch, resources=Resources(168, 0, self.spills, 0, 0))
 
     def launch(self, *arguments: Any) -> None:
         self.launches.append((self.current, *arguments))
         if self.fail is not None:
             raise self.fail
+
+
+def refuse_mismatch(taken: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+    """What tvm-ffi checks of a tensor: type, rank, sizes and strides, fixed or divisible, address.
+
+    Raises: ValueError.
+    """
+    for like, given in zip(taken, arguments, strict=False):  # the stream is not given
+        if isinstance(like, tuple):
+            refuse_mismatch(like, given)
+        elif isinstance(given, torch.Tensor):
+            expected = (*like.shape, *like.stride)
+            fits = len(expected) == 2 * given.dim() and all(
+                number == size if isinstance(size, int) else number % size.divisibility == 0
+                for size, number in zip(expected, (*given.shape, *given.stride()), strict=True)
+            )
+            if (
+                not fits
+                or dtype_of(like.element_type) != given.dtype
+                or given.data_ptr() % like._assumed_align
+            ):
+                raise ValueError(f"Mismatched Tensor: {like.shape} {like.stride} is needed")
+
+
+def dtype_of(element: Any) -> torch.dtype:
+    return cutlass.torch.dtype(element)
 
 
 class Switched:

@@ -114,22 +114,94 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_whatever_the_checks_depend_on_is_in_the_signature(gpu, checked, name):
+def test_whatever_the_checks_depend_on_is_checked_anew_or_by_the_launch(gpu, checked, name):
     q = drawn(*Q)
     fa3.attention(q, q, q)
     fa3.attention(*DIFFERENT[name](q))
     fa3.attention(q, q, q, schedule=fa3.Schedule(128, 64, 2, 2, "intra"))
-    assert len(checked) == 3
+    assert len(checked) == 2 + (not name.startswith("strides"))
+    assert len(gpu.launches) == 3
+
+
+# What a call of a known kind may be given next: by what is wrong, the tensor, and what is said.
+SPOILT = {
+    "address": (
+        lambda t: t.new_zeros(t.numel() + 4)[4:].view(t.shape),
+        "address alignment: given",
+    ),
+    "strides": (lambda t: t.new_zeros(*t.shape[:3], 68)[..., :64], "stride alignment: given"),
+    "rows": (lambda t: t.new_zeros(*t.shape, 2)[..., 0], "has stride 2 along head_dim"),
+    "dtype": (lambda t: t.half(), "one dtype is needed"),
+}
+
+
+def refuse_after_a_good_call(wrong, place, device):
+    spoil, said = SPOILT[wrong]
+    q = drawn(*Q).to(device)
+    fa3.attention(q, q, q)
+    tensors = [q, q, q]
+    tensors[place] = spoil(q)
+    for _ in range(2):
+        with pytest.raises((fa3.LayoutError, fa3.Unsupported), match=said):
+            fa3.attention(*tensors)
+    fa3.attention(q, q, q)
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_a_misaligned_tensor_is_refused_after_an_aligned_one_of_its_shape(gpu, place):
-    q = drawn(*Q)
-    fa3.attention(q, q, q)
-    tensors = [q, q, q]
-    tensors[place] = drawn(q.numel() + 4)[4:].view(Q)
-    with pytest.raises(fa3.LayoutError, match="address alignment"):
+@pytest.mark.parametrize("wrong", SPOILT)
+def test_tensors_that_a_launch_refuses_are_refused_by_name(gpu, wrong, place):
+    refuse_after_a_good_call(wrong, place, "cpu")
+    assert len(gpu.launches) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("wrong", SPOILT)
+def test_a_compiled_kernel_refuses_what_the_pretended_one_does(wrong, place):
+    refuse_after_a_good_call(wrong, place, "cuda")
+
+
+def odd_strides(t):
+    """The same tensor with strides for its dimension of size 1 that no tensor map takes."""
+    return t.as_strided(t.shape, (3, *t.stride()[1:]))
+
+
+def test_a_dimension_of_size_1_may_have_any_stride_after_a_good_call(gpu, checked):
+    q = drawn(1, 128, 4, 64)
+    for tensors in ((q, q, q), (q, odd_strides(q), q), (odd_strides(q), q, q), (q, q, q)) * 2:
         fa3.attention(*tensors)
+    assert len(gpu.launches) == 8 and len(checked) == 3 and len(gpu.kernels) == 1
+    assert all(t.stride(0) % 8 == 0 for launch in gpu.launches for t in launch[1:4])
+
+
+@pytest.mark.gpu
+def test_a_dimension_of_size_1_gives_the_same_bits_with_any_stride():
+    q, k, v = (torch.randn(1, 128, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    expected = fa3.attention(q, k, v)
+    for tensors in ((odd_strides(q), k, v), (q, odd_strides(k), odd_strides(v)), (q, k, v)) * 2:
+        assert torch.equal(fa3.attention(*tensors), expected)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_view_that_torch_negates_on_reading_is_refused_after_a_good_call(gpu, place):
+    q = drawn(*Q, dtype=torch.float16)
+    tensors = [q, q, q]
+    fa3.attention(*tensors)
+    tensors[place] = torch._neg_view(q)
+    with pytest.raises(fa3.Unsupported, match=f"{'qkv'[place]} is a view whose sign.*resolve_neg"):
+        fa3.attention(*tensors)
+    assert len(gpu.launches) == 1
+
+
+def test_a_captured_tensor_that_became_a_negated_view_is_refused_after_a_good_call(gpu):
+    parameter, q = torch.nn.Parameter(torch.rand(4)), drawn(*Q)
+    variant = by_head(parameter)
+    with torch.no_grad():
+        fa3.attention(q, q, q, variant)
+        parameter.data = torch._neg_view(torch.rand(4))
+        assert parameter.is_neg()
+        with pytest.raises(fa3.Unsupported, match="captured tensor t0 is a view whose sign"):
+            fa3.attention(q, q, q, variant)
 
 
 def test_lengths_that_grow_need_one_kernel_and_bounded_memory(gpu, monkeypatch):
@@ -311,10 +383,11 @@ def test_a_cached_call_takes_a_few_microseconds_before_the_launch(gpu, monkeypat
     """Measured against a loop that cannot be made faster, since a machine may be slow or busy."""
     q, tensors = drawn(*Q), [torch.rand(4) for _ in range(3)]
     monkeypatch.setattr(gpu, "launch", lambda *arguments: None)
+    monkeypatch.setattr("pretended.refuse_mismatch", lambda *arguments: None)
     least = fastest(lambda: [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (q, q, q)])
     for variant in (by_head(), by_head(*tensors)):
         fa3.attention(q, q, q, variant)
-        assert fastest(lambda v=variant: fa3.attention(q, q, q, v)) < 12 * least
+        assert fastest(lambda v=variant: fa3.attention(q, q, q, v)) < 7 * least
 
 
 def fastest(call) -> float:
