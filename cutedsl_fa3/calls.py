@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import tvm_ffi  # noqa: F401  # kernels are loaded by it: a first call should not wait for it
 
 from . import cache
 from .inputs import (
