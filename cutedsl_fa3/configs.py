@@ -44,7 +44,8 @@ def kinds() -> dict[str, Variant]:
 
     return {
         "nothing": Variant(mask=masks.causal),
-        "uniform": Variant(scores.alibi(slopes), masks.causal),
+        "light": Variant(scores.alibi(slopes), masks.causal),
+        "uniform": Variant(scores.softcap(30.0), masks.causal),
         "elements": Variant(scores.relative_bias(table), masks.causal),
         "much": Variant(laborious, masks.causal),
         "documents": Variant(mask=packed),

@@ -35,12 +35,15 @@ class Row:
     why: str
 
 
-NEEDS = ("nothing", "uniform", "elements", "much")
+NEEDS = ("nothing", "light", "uniform", "elements", "much")
+LIGHT = 3  # operations of one instruction each, beyond which a score is not "light"
+SIMPLE = ("add", "sub", "mul", "neg", "to_float")
 MUCH = 8  # operations on floats, beyond which a score counts as "much"
 
 TABLE = (
     Row(64, 64, "nothing", 192, 128, 3, "both", "549; 128 x 128 by two warpgroups: 445"),
-    Row(64, 64, "uniform", 128, 128, 2, "intra", "causal ALiBi 345; tile_n 112: 313"),
+    Row(64, 64, "light", 192, 128, 3, "both", "causal ALiBi; 128 x 128 by two warpgroups: 355"),
+    Row(64, 64, "uniform", 128, 128, 2, "intra", "192 x 128 spills with `or` or a tanh"),
     Row(64, 64, "elements", 128, 112, 2, "intra", "a bias by distance 252; tile_n 128: 240"),
     Row(64, 64, "much", 128, 96, 2, "intra", "128 x 128 spills with 20 operations a score"),
     Row(96, 96, "uniform", 128, 128, 2, "intra", "568; tile_n 160: 548; 192 x 80 by three: 578"),
@@ -68,9 +71,10 @@ HEAD_GROUP = 8
 def needs(variant: Variant) -> str:
     """What a variant's functions hold in registers besides the accumulators.
 
-    "nothing": a mask of positions without `or`, with one span of visible keys. "uniform": a score,
-    any other mask of positions, or captured tensors read once a tile. "elements": captured tensors
-    read by query or key. "much": more than a few operations on floats for each score.
+    "nothing": a mask of positions without `or`, with one span of visible keys. "light": besides,
+    a score of a few additions and products, such as ALiBi. "uniform": any other score or mask of
+    positions, or captured tensors read once a tile. "elements": captured tensors read by query or
+    key. "much": more than a few operations on floats for each score.
     """
     roles = ("score", "mask", "weight")
     graphs = [variant.graphs[role] for role in roles if role in variant.graphs]
@@ -80,9 +84,13 @@ def needs(variant: Variant) -> str:
         return "much"
     if any(node.op == "load" for node in each):
         return "elements"
-    more = any(node.op in ("load", "or") for node in nodes) or most_spans(variant.mask) > 1
-    changed = variant.score is not None or variant.weight is not None
-    return "uniform" if more or changed else "nothing"
+    of_mask = variant.mask.nodes if variant.mask is not None else ()
+    if any(node.op in ("load", "or") for node in of_mask) or most_spans(variant.mask) > 1:
+        return "uniform"
+    floats = [node for node in each if node.dtype == "float" and node.op != "input"]
+    if len(floats) > LIGHT or any(node.op not in SIMPLE for node in floats):
+        return "uniform"
+    return "light" if variant.score is not None or variant.weight is not None else "nothing"
 
 
 def serving_row(variant: Variant, problem: Problem) -> Row:

@@ -244,7 +244,8 @@ class Lowering:
         `row` and `column` name the element among those sharing `memo`: values that depend on one of
         q and k only are found there. `in_pairs` says that each even column has an even k, and the
         next column the next. `positions` may hold "origin", as (first q, first k, q's and k's
-        distance from them as Python ints): then distances become floats by one addition each.
+        distance from them as Python ints): then distances become floats by one addition each. They
+        may hold "product", two factors of the score: what is added to it then costs one FMA.
         """
 
         def value(number: int) -> Any:
@@ -269,6 +270,21 @@ class Lowering:
             return memo[key]
 
         return value(self.graph.output)
+
+    def _added_to_score(self, node: Node) -> Any:
+        """What a node adds to the score or subtracts from it; None if it does something else."""
+        if node.op not in ("add", "sub"):
+            return None
+        first, second = node.args
+        if self._is_score(first) and not self._is_score(second):
+            return second
+        return first if node.op == "add" and self._is_score(second) else None
+
+    def _is_score(self, value: Any) -> bool:
+        if not isinstance(value, Ref):
+            return False
+        node = self.graph.nodes[value.id]
+        return node.op == "input" and node.args[0] == "score"
 
     def _distance(self, number: int, positions: Mapping[str, Any], memo: dict) -> Float32:
         """An integer that grows evenly with q and k, as a float: that of the tile's first, moved.
@@ -308,6 +324,10 @@ class Lowering:
             return KINDS[node.dtype](node.args[0])
         if node.op == "div" and isinstance(node.args[1], float) and _has_reciprocal(node.args[1]):
             return value(node.args[0].id) * (1.0 / node.args[1])
+        if "product" in inputs and (added := self._added_to_score(node)) is not None:
+            other = value(added.id) if isinstance(added, Ref) else constant(added)
+            other = -other if node.op == "sub" else other
+            return cute.math.fma(*inputs["product"], Float32(other))
         operands = [value(a.id) if isinstance(a, Ref) else constant(a) for a in node.operands]
         if node.op == "load":
             return load(self.captures[node.args[0]], operands, node.dtype)

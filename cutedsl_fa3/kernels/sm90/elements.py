@@ -134,7 +134,8 @@ class Elements:
             return raw
         value = raw * self.scale
         if self.score:
-            value = self.score.at({**at, "score": value}, r, c, memo[0], in_pairs)
+            of_score = {"score": value, "product": (raw, self.scale)}
+            value = self.score.at({**at, **of_score}, r, c, memo[0], in_pairs)
         if self.weight:
             value = self.weight.at({**at, "score": value}, r, c, memo[1], in_pairs)
         return value
