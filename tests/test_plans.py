@@ -79,7 +79,7 @@ def test_the_plan_says_how_queries_and_keys_are_aligned():
 def test_the_plan_prints_variant_tiles_rings_roles_and_expectations():
     slopes = torch.ones(4)
     page = str(Plan.default(Variant(scores.alibi(slopes), masks.causal), PROBLEM))
-    for piece in ("t0: float32[?]", "visits", "shared memory", "registers a thread", "UTMALDG", "HGMMA"):
+    for piece in ("t0: float32[?]", "visits", "shared memory", "a thread", "UTMALDG", "HGMMA"):
         assert piece in page
 
 
