@@ -29,7 +29,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
+from cutlass.pipeline import PipelineAsync, pipeline_init_arrive, pipeline_init_wait
 from cutlass.pipeline.sm90 import ImmutableResourceHandle
 
 from cutedsl_fa3.layouts import Accumulator, Buffer, Columns, SmemPlan, Tile, TmemPlan, tcgen05
@@ -221,9 +221,13 @@ class WarpSpecialized:
         setmaxnreg.
         """
         cluster = {"cluster": (*self.cluster, 1)} if self.cluster != (1, 1) else {}
-        self.kernel(io).launch(
+        self.staged(io).launch(
             grid=grid, block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream, **cluster
         )
+
+    def staged(self, io: object) -> object:
+        """What is launched: the kernel with its argument."""
+        return self.kernel(io)
 
     def open_storage(self) -> tuple[SimpleNamespace, cute.Pointer]:
         """A tensor per tile at its planned offset, and the address of the mbarriers."""
@@ -272,12 +276,16 @@ class WarpSpecialized:
         for name, ring in self.rings.items():
             address = cute.recast_ptr(mbarriers + offset, dtype=cutlass.Int64)
             pipeline = ring.open(address, self.tiles, self.roles, self.cluster)
-            ends[name] = pipeline.make_participants()
+            ends[name] = self.participants(name, pipeline)
             offset += ring.bytes
         layout = cute.make_layout(self.cluster)
         pipeline_init_arrive(cluster_shape_mn=layout, is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=layout)
         return ends
+
+    def participants(self, name: str, pipeline: PipelineAsync) -> tuple:
+        """The (producer, consumer) ends of the ring `name`, whose mbarriers are initialised."""
+        return pipeline.make_participants()
 
     def ports(self, role: str, ends: dict[str, tuple]) -> SimpleNamespace:
         """The ends of the rings that `role` produces into or consumes from."""
@@ -357,7 +365,18 @@ class WarpSpecialized:
                         cute.arch.setmaxregister_decrease(role.registers)
                     else:
                         cute.arch.setmaxregister_increase(role.registers)
-                getattr(self, name)(io, smem, self.ports(name, ends), thread - 32 * first)
+                self.run_role(name, io, smem, self.ports(name, ends), thread - 32 * first)
+
+    def run_role(
+        self,
+        name: str,
+        io: object,
+        smem: SimpleNamespace,
+        ports: SimpleNamespace,
+        thread: cutlass.Int32,
+    ) -> None:
+        """What the warps of a role do once they have its registers."""
+        getattr(self, name)(io, smem, ports, thread)
 
     @cute.kernel
     def kernel(self, io):
