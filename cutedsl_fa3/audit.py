@@ -7,6 +7,7 @@ were serialised or its fences and waits repaired.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import shutil
@@ -215,6 +216,7 @@ def census_of(sass: str) -> Census:
     return Census(counts)
 
 
+@functools.lru_cache(maxsize=2)  # an audit and a contract read the same cubin
 def disassemble(cubin: bytes) -> str:
     """The SASS text of a cubin.
 

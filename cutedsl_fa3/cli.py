@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import cli_bench
+from . import cli_bench, cli_contract
 
 app = typer.Typer(
     name="cutedsl-fa3",
@@ -166,4 +166,5 @@ def write_gallery(
         print(path)
 
 
+app.command("contract")(cli_contract.run_contract)
 app.add_typer(cli_bench.app)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cutedsl_fa3 import Variant, configs, masks
+from cutedsl_fa3 import Variant, configs, contract, masks
 from cutedsl_fa3.audit import audit
-from cutedsl_fa3.compile import compile_kernel
+from cutedsl_fa3.compile import Compiled, compile_kernel
 from cutedsl_fa3.errors import LayoutError
 from cutedsl_fa3.layouts import SMEM_CAPACITY
 from cutedsl_fa3.pipelines import Schedule
@@ -36,7 +36,7 @@ def overlapped(head_dim: int, overlap: str, stages: int) -> Plan:
     return Plan(Variant(mask=masks.causal), Problem("bf16", head_dim, head_dim), schedule)
 
 
-def assert_sound(plan: Plan) -> None:
+def assert_sound(plan: Plan) -> Compiled:
     plan.check()
     compiled = compile_kernel(plan.kernel)
     resources = compiled.resources
@@ -45,12 +45,15 @@ def assert_sound(plan: Plan) -> None:
     assert resources.smem_dynamic == plan.kernel.smem.total
     report = audit(plan.kernel, compiled)
     assert report.ok, report
+    return compiled
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
-def test_every_supported_configuration_compiles_without_spilling(plan: Plan):
-    assert_sound(plan)
+def test_every_supported_configuration_compiles_without_spilling_to_the_code_accepted(plan: Plan):
+    compiled = assert_sound(plan)
+    broken = contract.broken(contract.label(plan.kernel), compiled)
+    assert not broken, broken
 
 
 def test_every_row_of_the_schedule_table_serves_a_supported_configuration():

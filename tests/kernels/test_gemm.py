@@ -11,7 +11,7 @@ import pytest
 import torch
 from cutlass.utils import sm100 as sm100_utils
 
-from cutedsl_fa3 import cache
+from cutedsl_fa3 import cache, contract
 from cutedsl_fa3.audit import audit
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.errors import LayoutError, Unsupported
@@ -34,12 +34,14 @@ def sm100(tile_m=128, tile_n=128, stages=2, cluster=(1, 1), dtype=cutlass.BFloat
 
 
 def assert_kept(kernel) -> None:
-    """The machine code has no spill, no advisory, and what the tables promise."""
+    """The machine code has no spill, no advisory, what the tables promise, and is as accepted."""
     compiled = compile_kernel(kernel)
     report = audit(kernel, compiled)
     assert report.ok, report
     assert compiled.resources.spills == 0
     assert not compiled.resources.advisories
+    broken = contract.broken(contract.label(kernel), compiled)
+    assert not broken, broken
 
 
 @pytest.mark.compile
