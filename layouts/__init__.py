@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from . import copy_engine
+from .copy_engine import GlobalTensor
 from .errors import LayoutError
 from .host import host_cute
 from .smem import SMEM_CAPACITY, Buffer, SmemPlan
@@ -32,6 +34,7 @@ __all__ = [
     "Accumulator",
     "Buffer",
     "Columns",
+    "GlobalTensor",
     "LayoutError",
     "Rule",
     "SmemPlan",
@@ -41,6 +44,7 @@ __all__ = [
     "TmemPlan",
     "bank",
     "bank_conflicts",
+    "copy_engine",
     "host_cute",
     "picture",
     "transposed",
