@@ -20,46 +20,58 @@ if (_checkout / "layouts" / "__init__.py").is_file():
 if TYPE_CHECKING:
     from . import gallery, masks, packing, reference, scores
     from .errors import LayoutError, Unsupported, VariantError
+    from .hang import Hang
+    from .hang_attention import watched
     from .interface import attention, attention_with_lse, plan, visits
+    from .layouts import explain
     from .pipelines import Schedule, ScheduleError
     from .plans import Plan
     from .problem import Problem
+    from .shadow import ShadowMismatch, shadow_check
     from .variant import Elementwise, OnlineSoftmax, Variant, seqlen_k, seqlen_q
 
 _HOME = {
     "Elementwise": "variant",
+    "Hang": "hang",
     "LayoutError": "errors",
     "OnlineSoftmax": "variant",
     "Unsupported": "errors",
     "VariantError": "errors",
     "attention": "interface",
     "attention_with_lse": "interface",
+    "explain": "layouts",
     "plan": "interface",
     "Schedule": "pipelines",
     "ScheduleError": "pipelines",
     "Plan": "plans",
     "Problem": "problem",
+    "ShadowMismatch": "shadow",
     "Variant": "variant",
     "seqlen_k": "variant",
     "seqlen_q": "variant",
+    "shadow_check": "shadow",
     "visits": "interface",
+    "watched": "hang_attention",
 }
-_NEEDS_COMPILER = ("interface", "pipelines", "plans")
+_NEEDS_COMPILER = ("hang", "hang_attention", "interface", "layouts", "pipelines", "plans")
 _MODULES = ("gallery", "masks", "packing", "reference", "scores")
 
 __all__ = [
     "Elementwise",
+    "Hang",
     "LayoutError",
     "OnlineSoftmax",
     "Plan",
     "Problem",
     "Schedule",
     "ScheduleError",
+    "ShadowMismatch",
     "Unsupported",
     "Variant",
     "VariantError",
     "attention",
     "attention_with_lse",
+    "explain",
     "gallery",
     "masks",
     "packing",
@@ -68,7 +80,9 @@ __all__ = [
     "scores",
     "seqlen_k",
     "seqlen_q",
+    "shadow_check",
     "visits",
+    "watched",
 ]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import tvm_ffi  # noqa: F401  # kernels are loaded by it: a first call should not wait for it
 
-from . import cache
+from . import cache, hang
 from .inputs import (
     NAMES,
     addressable,
@@ -263,10 +263,14 @@ def launcher(
     if found is None:
         plan = planned(variant, dtype, head_dim, head_dim_v, schedule, trace)
         plan.check()
-        compiled = cache.get(plan.kernel)
-        if compiled.resources.spills and not trace:
-            _warn_of_spills(compiled.resources.spills, plan.schedule)
-        found = known[key] = Launcher(compiled.launch, plan.problem, plan.schedule)
+        if (seconds := hang.asked()) is not None:
+            launch = functools.partial(hang.watch, plan.kernel, seconds=seconds)
+        else:
+            compiled = cache.get(plan.kernel)
+            if compiled.resources.spills and not trace:
+                _warn_of_spills(compiled.resources.spills, plan.schedule)
+            launch = compiled.launch
+        found = known[key] = Launcher(launch, plan.problem, plan.schedule)
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import cutlass
 import torch
 
-from . import cache
+from . import cache, hang
 from .errors import LayoutError, Unsupported
 from .kernels.sm90.gemm import GemmSm90
 from .pipelines import Schedule
@@ -55,6 +55,8 @@ def _kernel(schedule: Schedule, element: type) -> GemmSm90:
 
 @functools.cache
 def _launcher(kernel: GemmSm90) -> Callable:
+    if (seconds := hang.asked()) is not None:
+        return functools.partial(hang.watch, kernel, seconds=seconds)
     return cache.get(kernel).launch
 
 
