@@ -32,6 +32,7 @@ WITHOUT_CODE = frozenset(
         "checks.py",
         "cli.py",
         "cli_bench.py",
+        "cli_doctor.py",
         "cli_contract.py",
         "configs.py",
         "contract.py",

@@ -51,13 +51,18 @@ def case(rng: random.Random, rank: int, swizzle: Swizzle, dtype: type, *features
     pitch = max(row, swizzle.span)
     counts, rows = [row // size], 16384 // pitch
     for d in range(1, rank):
-        most = min(256, rows) if d == rank - 1 else min(40, rows)
-        counts.append(rng.randint(1, max(1, most)))
+        most = min(256, round(1.5 * rows ** (1 / (rank - d))), max(1, rows))  # a share of the rows
+        counts.append(rng.randint(1, most))
         rows //= counts[-1]
     steps = [1] + [rng.randint(1, 3) if "steps" in features else 1 for _ in range(rank - 1)]
     steps = [s if c * s <= 256 else 1 for c, s in zip(counts, steps, strict=True)]
     box = [c * s for c, s in zip(counts, steps, strict=True)]
-    shape = [rng.randint(1, 2 * b if d < 2 else min(2 * b, 5)) for d, b in enumerate(box)]
+    within = rng.random() < 0.25  # in every dimension; by chance that would be rare
+    least = box if within else [1] * rank
+    shape = [
+        rng.randint(n, max(n, 2 * b if d < 2 else min(2 * b, 5)))
+        for d, (n, b) in enumerate(zip(least, box, strict=True))
+    ]
     strides, total = [], -(-shape[0] * size // 16) * 16
     for extent in shape[1:]:
         strides.append(total + 16 * rng.randint(0, 3))
@@ -65,7 +70,12 @@ def case(rng: random.Random, rank: int, swizzle: Swizzle, dtype: type, *features
     if "expanded" in features and strides:
         strides[rng.randrange(len(strides))] = 0
     low = 0 if "inward" in features else 1
-    coordinate = tuple(rng.randint(-low * (b + 1), n + 1) for b, n in zip(box, shape, strict=True))
+    coordinate = tuple(
+        rng.randint(0, max(0, n - b))
+        if within or rng.random() < 0.4
+        else rng.randint(-low * (b + 2), n + 2)
+        for b, n in zip(box, shape, strict=True)
+    )
     tmap = TensorMap(
         dtype,
         0,
