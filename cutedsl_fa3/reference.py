@@ -88,21 +88,68 @@ def _attention(
     group = heads // k.shape[2] if heads else 1
     for b, head, rows in _blocks(batch, heads, seqlen_q, k.shape[1]):
         keys, values = (x[b, :, [h // group for h in head]].to(dtype) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[b, rows][:, head].to(dtype), keys) * scale
-        positions = _positions(b, head, rows, seqlen_q, k.shape[1], q.device)
-        scores, visible = _varied(variant, scores, positions)
-        if variant.weight is None:
-            scores = torch.where(visible, scores, -math.inf)
-            o, l = _softmax(scores, values, sink[head.start : head.stop, None, None])
-            lse[b, head.start : head.stop, rows] = l.squeeze(-1)
-        else:
-            weights = _evaluated(variant, "weight", {"score": scores, **positions}, visible)
-            o, l = _weighted(torch.where(visible, weights, 0.0), visible, values), None
-        if variant.epilogue is not None:
-            given = {"o": o, **positions} if l is None else {"o": o, "lse": l, **positions}
-            o = _evaluated(variant, "epilogue", given, torch.ones_like(o, dtype=torch.bool))
+        at = torch.arange(rows.start, rows.stop, device=q.device)
+        positions = _positions(b, head, at, seqlen_q, k.shape[1])
+        queries, of_head = q[b, rows][:, head].to(dtype), sink[head.start : head.stop]
+        o, l = _block(variant, queries, keys, values, positions, of_head, scale)
         out[b, rows, head.start : head.stop] = o.transpose(0, 1)
+        if l is not None:
+            lse[b, head.start : head.stop, rows] = l.squeeze(-1)
     return out, lse if variant.has_lse else None
+
+
+def rows_of_head(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    place: tuple[int, int, torch.Tensor],
+    *,
+    scale: float,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and LSE (None where the variant has none) of some rows of one batch entry and head.
+
+    `place` is (batch, head, rows): what a long sequence costs is len(rows) * seqlen_k scores.
+
+    Shape: as `attention`; rows (n,) -> (n, head_dim_v), (n,).
+    """
+    (b, head, rows), heads = place, q.shape[2]
+    queries = q[b, rows, head][:, None].to(dtype)
+    kv_head = head // (heads // k.shape[2])
+    keys, values = (x[b, :, kv_head : kv_head + 1].to(dtype) for x in (k, v))
+    positions = _positions(b, range(head, head + 1), rows, q.shape[1], k.shape[1])
+    sink = _sink(variant, heads, q.device, dtype)[head : head + 1]
+    o, l = _block(variant, queries, keys, values, positions, sink, scale)
+    return o[0], None if l is None else l[0, :, 0]
+
+
+def _block(
+    variant: Variant,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: dict[str, torch.Tensor | int],
+    sink: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output (heads, rows, head_dim_v) and LSE (heads, rows, 1) of some rows of some heads.
+
+    Shape: queries (rows, heads, head_dim), keys (seqlen_k, heads, head_dim), values likewise, sink
+        (heads,).
+    """
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+    scores, visible = _varied(variant, scores, positions)
+    if variant.weight is None:
+        scores = torch.where(visible, scores, -math.inf)
+        o, l = _softmax(scores, values, sink[:, None, None])
+    else:
+        weights = _evaluated(variant, "weight", {"score": scores, **positions}, visible)
+        o, l = _weighted(torch.where(visible, weights, 0.0), visible, values), None
+    if variant.epilogue is not None:
+        given = {"o": o, **positions} if l is None else {"o": o, "lse": l, **positions}
+        o = _evaluated(variant, "epilogue", given, torch.ones_like(o, dtype=torch.bool))
+    return o, l
 
 
 def _sink(variant: Variant, heads: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -133,14 +180,14 @@ def _blocks(
 
 
 def _positions(
-    b: int, heads: range, rows: slice, seqlen_q: int, seqlen_k: int, device: torch.device
+    b: int, heads: range, rows: torch.Tensor, seqlen_q: int, seqlen_k: int
 ) -> dict[str, torch.Tensor | int]:
     """The inputs of a graph for scores (heads, rows, keys), without the score."""
     return {
         "b": b,
-        "h": torch.arange(heads.start, heads.stop, device=device)[:, None, None],
-        "q": torch.arange(rows.start, rows.stop, device=device)[:, None],
-        "k": torch.arange(seqlen_k, device=device),
+        "h": torch.arange(heads.start, heads.stop, device=rows.device)[:, None, None],
+        "q": rows[:, None],
+        "k": torch.arange(seqlen_k, device=rows.device),
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,
     }
