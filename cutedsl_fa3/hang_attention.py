@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from . import hang
-from .calls import Launcher, OnDevice, Result, emulated, planned
+from . import calls, hang
+from .calls import Launcher, OnDevice, Result, planned
 from .errors import Unsupported
 from .inputs import check_device, check_schedule, check_tensors, checked_scale
 from .pipelines import Schedule
@@ -35,7 +35,7 @@ def watched(
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
     check_schedule(schedule)
-    if emulated(q.device):
+    if calls.emulated(q.device):
         raise Unsupported(f"q is on {q.device}: a kernel is watched, so a CUDA device is needed")
     plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     plan.check()

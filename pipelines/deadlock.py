@@ -54,8 +54,9 @@ def groups(ctas: Sequence[Stuck]) -> list[Group]:
 def awaited(kernel: Tables, group: Group, among: Sequence[Group]) -> list[Group]:
     """The groups whose arrivals or copies would end the wait of this one."""
     at = group.at
-    if at.kind == "barrier":  # which of the others should come is known to the roles alone
-        return [g for g in among if g.cta is group.cta and g.at.place[1:] != at.place[1:]]
+    if at.kind == "barrier":  # who should come is in no table: its own role, if it has others
+        others = [g for g in among if g.cta is group.cta and g.at.place[1:] != at.place[1:]]
+        return [g for g in others if g.at.role == at.role] or others
     if at.kind not in WAITING:
         return []
     ring = kernel.rings[at.name]
@@ -135,32 +136,32 @@ def said(kernel: Tables, group: Group, among: Sequence[Group]) -> str:
     if at.kind == "runs":
         return f"{group.does('runs')}, at no wait since {at.seconds:.1f} s"
     if at.kind == "barrier":
-        return f"{group.does('waits')} at {_barrier(kernel, group, among)}"
-    ring = kernel.rings[at.name]
-    state = group.cta.mbarriers[at.name, at.kind, at.stage]
-    text = f"{group.does('waits')} for ring {at.name} slot {at.stage} to become {at.kind} "
-    text += f"(phase {at.phase}): "
-    if at.kind == "empty":
-        text += f"{state.missing} of {state.arrivals} arrivals are missing"
-        role = ring.consumer
+        text = f"{group.does('waits')} at {_barrier(kernel, group, among)}"
     else:
-        text += _bytes(ring.transaction_bytes(kernel.tiles), state)
-        role = ring.producer
+        ring = kernel.rings[at.name]
+        state = group.cta.mbarriers[at.name, at.kind, at.stage]
+        text = f"{group.does('waits')} for ring {at.name} slot {at.stage} to become {at.kind} "
+        expected = ring.transaction_bytes(kernel.tiles) if at.kind == "full" else 0
+        text += f"(phase {at.phase}): {_missing(expected, state)}"
     sources = awaited(kernel, group, among)
     alive = [g for g in sources if g.at.kind != "ended"]
     if alive:
         return f"{text}, from {_listed(alive, group)}"
-    return f"{text}, and every {role} warp has ended"
+    if at.kind == "barrier":
+        return f"{text}, and all others have ended"
+    return (
+        f"{text}, and every {ring.producer if at.kind == 'full' else ring.consumer} warp has ended"
+    )
 
 
-def _bytes(expected: int, state: Mbarrier) -> str:
-    """What a slot lacks to be full."""
+def _missing(expected: int, state: Mbarrier) -> str:
+    """What an mbarrier lacks to end its phase."""
     text = f"expects {expected:,} bytes, " if expected else ""
     if state.missing:
         return f"{text}{state.missing} of {state.arrivals} arrivals are missing"
     if state.missing_bytes:
         return f"{text}{state.missing_bytes:,} bytes are missing"
-    return f"{text}nothing is missing: the slot has been full in this phase or is so in the next"
+    return f"{text}nothing is missing, so this phase has ended or is the next one"
 
 
 def _barrier(kernel: Tables, group: Group, among: Sequence[Group]) -> str:
