@@ -158,11 +158,12 @@ def run_demo() -> None:
 def write_gallery(
     folder: Annotated[Path | None, typer.Option(help="Not notebooks/gallery.")] = None,
 ) -> None:
-    """Draw every shipped mask and score and count the tiles that they visit; needs matplotlib."""
+    """Draw masks, scores and shared memory; count the tiles that each visits. Needs matplotlib."""
     cli_bench.need_compiler()
-    from . import gallery_page
+    from . import gallery_page, smem_pictures
 
-    for path in gallery_page.write(folder or gallery_page.FOLDER):
+    folder = folder or gallery_page.FOLDER
+    for path in (*gallery_page.write(folder), *smem_pictures.write(folder / "smem")):
         print(path)
 
 
