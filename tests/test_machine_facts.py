@@ -1,0 +1,196 @@
+"""What the instructions of the card can and cannot do, read in machine code made here.
+
+The design leans on these: a producer of 24 registers, one thread that issues a copy, zero fill
+instead of NaN fill in front of the tensor cores. Mnemonics are those of the compiler in use.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+from cutlass import Int64
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+from cutedsl_fa3 import Variant, masks
+from cutedsl_fa3.audit import disassemble
+from cutedsl_fa3.compile import Compiled, compile_kernel
+from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
+from cutedsl_fa3.pipelines import Schedule
+from cutedsl_fa3.plans import Plan
+from cutedsl_fa3.problem import Problem
+from cutedsl_fa3.sass import Instruction, functions
+
+pytestmark = pytest.mark.compile
+
+WIDTHS = {"f16": 16, "f16x2": 32, "bf16": 16, "bf16x2": 32, "f32": 32, "f64": 64}
+HALVES = ("f16", "f16x2", "bf16", "bf16x2")
+
+
+class InlinePtx:
+    """One warp that puts the words of a vector through some PTX.
+
+    `ptx` has {$r0}, a word of 64 bits; {$r1}, its address in global memory; {$r2}, the address of
+    16 bytes in shared memory; and writes {$w0}.
+    """
+
+    arch = "sm_90a"
+    name = "inline_ptx"
+
+    def __init__(self, ptx: str) -> None:
+        self.key_text = self.ptx = ptx
+
+    def fake_args(self) -> tuple:
+        words = make_fake_compact_tensor(Int64, (64,), stride_order=(0,), assumed_align=16)
+        return words, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+    @cute.jit
+    def host(self, words: cute.Tensor, stream):
+        self.run(words).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    @cute.kernel
+    def run(self, words: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        shared = cutlass.memory.SmemAllocator().allocate_array(Int64, 2)
+        words[thread] = cute.arch.inline_ptx(
+            self.ptx,
+            write_only_types=[Int64],
+            read_only_args=[words[thread], words.iterator.toint(), shared.toint()],
+        )
+
+
+def code(compiled: Compiled) -> list[Instruction]:
+    return [i for function in functions(disassemble(compiled.cubin)) for i in function.code]
+
+
+def made(ptx: str) -> list[Instruction]:
+    """The machine code of some inline PTX."""
+    return code(compile_kernel(InlinePtx(ptx)))
+
+
+def fma(kind: str, modifier: str) -> str:
+    """PTX of a * a + a at a type, whose bits are the lowest of a word."""
+    width = WIDTHS[kind]
+    return (
+        f"{{\n.reg .b{width} a;\ncvt.u{width}.u64 a, {{$r0}};\n"
+        f"fma.rn{modifier}.{kind} a, a, a, a;\ncvt.u64.u{width} {{$w0}}, a;\n}}"
+    )
+
+
+def cp_async(cache: str, size: str) -> str:
+    """PTX that copies 16 bytes; `size` is empty, or says to read only n of them."""
+    return (
+        "{\n.reg .b32 s, n;\n.reg .b64 t;\ncvt.u64.u32 t, {$r2};\ncvt.u32.u64 s, t;\n"
+        f"cvt.u32.u64 n, {{$r0}};\ncp.async.{cache}.shared.global [s], [{{$r1}}], 16{size};\n"
+        "cp.async.wait_all;\nmov.b64 {$w0}, {$r0};\n}"
+    )
+
+
+def wgmma(modifier: str) -> str:
+    """PTX of one product of 64 x 8 x 16, with a modifier behind its shape."""
+    held = "d0, d1, d2, d3"
+    return (
+        f"{{\n.reg .f32 {held};\n.reg .pred p;\n.reg .b32 w;\n"
+        "mov.f32 d0, 0f00000000;\nmov.f32 d1, d0;\nmov.f32 d2, d0;\nmov.f32 d3, d0;\n"
+        "setp.ne.u64 p, {$r0}, 0;\nwgmma.fence.sync.aligned;\n"
+        f"wgmma.mma_async.sync.aligned.m64n8k16{modifier}.f32.bf16.bf16 "
+        f"{{{held}}}, {{$r0}}, {{$r1}}, p, 1, 1, 0, 0;\n"
+        "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
+        "mov.b32 w, d0;\ncvt.u64.u32 {$w0}, w;\n}"
+    )
+
+
+@dataclass(frozen=True)
+class Made:
+    """The machine code of a forward, and of a GEMM whose CTAs share a tile by pairs."""
+
+    forward: list[Instruction]
+    gemm: list[Instruction]
+
+    def named(self, opcode: str) -> list[Instruction]:
+        return [i for i in (*self.forward, *self.gemm) if (i.opcode + ".").startswith(opcode + ".")]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Made:
+    plan = Plan.default(Variant(mask=masks.causal), Problem("bf16", 64, 64))
+    shared = GemmSm90(Schedule(128, 128, 2, 2, "none", cluster=(2, 1)))
+    return Made(*(code(compile_kernel(kernel)) for kernel in (plan.kernel, shared)))
+
+
+def test_a_tma_copy_takes_address_coordinates_and_descriptor_from_uniform_registers(kernels):
+    """UTMALDG [UR..], [UR..]: shared address, mbarrier and coordinates in a row of uniform
+    registers, then the descriptor's address. Behind them stands desc[URZ], the descriptor of the
+    cache policy, which a claim of "two operands" leaves out. No vector register takes part."""
+    copies = kernels.named("UTMALDG")
+    assert copies
+    for copy in copies:
+        assert re.match(r"\[UR\d+\], \[UR\d+\]", copy.operands), copy
+        assert not re.search(r"(?<!U)R\d", copy.operands), copy
+
+
+def test_a_copy_shared_in_a_cluster_is_multicast_by_a_mask_in_a_uniform_register(kernels):
+    multicast = [i for i in kernels.gemm if ".MULTICAST" in i.opcode]
+    assert [i.opcode for i in multicast] == ["UTMALDG.2D.MULTICAST"]
+    assert re.fullmatch(r"\[UR\d+\], \[UR\d+\], UR\d+, desc\[URZ\]", multicast[0].operands)
+    assert len([i for i in kernels.gemm if i.opcode == "UTMALDG.2D"]) == 1, "the tile not shared"
+    assert not [i for i in kernels.forward if ".MULTICAST" in i.opcode], "no cluster, no multicast"
+
+
+def test_arriving_with_a_number_of_bytes_is_syncs_arrive_trans64(kernels):
+    """As every arrival is: one without bytes has the modifier A1T0 (one arrival, no transaction),
+    so the name alone does not show that bytes are expected; the register with their number does."""
+    with_bytes = kernels.named("SYNCS.ARRIVE.TRANS64")
+    expecting = [i for i in with_bytes if "A1T0" not in i.opcode]
+    plain = [i for i in kernels.forward if i.opcode == "SYNCS.ARRIVE.TRANS64.A1T0"]
+    assert len([i for i in expecting if i in kernels.forward]) == 3, "of Q, K and V"
+    assert all(re.search(r"\], R\d+$", i.operands) for i in expecting)
+    assert plain and all(i.operands.endswith("], RZ") for i in plain)
+
+
+def test_one_thread_of_a_warp_is_chosen_by_elect(kernels):
+    chosen = kernels.named("ELECT")
+    assert chosen and all(re.fullmatch(r"U?P\d, UR(Z|\d+), U?PT", i.operands) for i in chosen)
+
+
+@pytest.mark.parametrize(
+    ("cache", "opcode"),
+    [("ca", "LDGSTS.E.128.ZFILL"), ("cg", "LDGSTS.E.BYPASS.128.ZFILL")],
+)
+def test_cp_async_with_a_source_size_fills_the_rest_with_zeros(cache, opcode):
+    """Every thread gives addresses of its own in vector registers, unlike a TMA copy."""
+    (filling,), (whole,) = (
+        [i for i in made(cp_async(cache, size)) if i.family == "LDGSTS"] for size in (", n", "")
+    )
+    assert filling.opcode == opcode
+    assert whole.opcode == opcode.removesuffix(".ZFILL")
+    assert re.match(r"\[R\d+", filling.operands)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_fma_skips_what_lies_out_of_bounds_in_half_precision(kind):
+    assert any(".OOB" in i.opcode for i in made(fma(kind, ".oob")))
+    assert not any(".OOB" in i.opcode for i in made(fma(kind, "")))
+
+
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+def test_fma_does_not_skip_what_lies_out_of_bounds_in_other_precisions(kind):
+    made(fma(kind, ""))
+    refused(fma(kind, ".oob"), "Illegal modifier '.oob' for instruction 'fma'")
+
+
+def test_wgmma_has_no_way_to_skip_what_lies_out_of_bounds(kernels):
+    """So NaN fill would reach the sums, and the tensor maps here fill with zeros."""
+    assert [i.opcode for i in made(wgmma("")) if i.family == "HGMMA"] == ["HGMMA.64x8x16.F32.BF16"]
+    refused(wgmma(".oob"), "Illegal modifier '.oob' for instruction 'wgmma.mma_async'")
+    assert kernels.named("HGMMA") and not any("OOB" in i.opcode for i in kernels.named("HGMMA"))
+
+
+def refused(ptx: str, said: str) -> None:
+    """That ptxas refuses inline PTX for this reason; its log is wrapped and coloured."""
+    with pytest.raises(Exception, match="ptxas") as caught:
+        made(ptx)
+    assert said in re.sub(r"\s+", " ", str(caught.value))
