@@ -25,7 +25,7 @@ POISON = 0x5A
 POISON_WORD = 0x5A5A5A5A
 MOST_RANK = 5
 THREADS = 128
-WAIT_NS = 100_000  # a load takes a microsecond or two; no wait here is endless
+WAIT_NS = 1_000_000  # a load takes microseconds; no wait here is endless
 SAID = 4  # numbers of a case: bytes announced, byte of shared memory, bytes beyond, unused
 SEEN = 3  # numbers shown of it: whether its phase ended, its mbarrier, the mbarrier to compare
 
