@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING
 
 from . import copy_engine
 from .copy_engine import GlobalTensor
+from .doctor import Diagnosis, encoded, explain
 from .errors import LayoutError
+from .geometry import Geometry
 from .host import host_cute
+from .remedies import Remedy
+from .sectors import Traffic, traffic
 from .smem import SMEM_CAPACITY, Buffer, SmemPlan
 from .swizzle import NONE, SW32, SW64, SW128, Swizzle, bank, bank_conflicts, picture, widest
 from .tma import TensorMap
@@ -34,19 +38,26 @@ __all__ = [
     "Accumulator",
     "Buffer",
     "Columns",
+    "Diagnosis",
+    "Geometry",
     "GlobalTensor",
     "LayoutError",
+    "Remedy",
     "Rule",
     "SmemPlan",
     "Swizzle",
     "TensorMap",
     "Tile",
     "TmemPlan",
+    "Traffic",
     "bank",
     "bank_conflicts",
     "copy_engine",
+    "encoded",
+    "explain",
     "host_cute",
     "picture",
+    "traffic",
     "transposed",
     "widest",
 ]

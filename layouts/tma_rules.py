@@ -139,6 +139,9 @@ def _memory_rules(tmap: TensorMap) -> list[Rule]:
     unit = 32 if tmap.interleave == "32B" else 16
     because = " with interleave 32B" if unit == 32 else ""
     strides = dict(enumerate(tmap.strides, start=1))
+    # A copy without gaps helps only where a row is itself a multiple.
+    even = tmap.shape[0] * tmap.element_bytes % unit == 0
+    copy = ", or copy with .contiguous()" if even else ""
     covered = {
         d: _round_up(size, max(extent, 1)) - 1
         for d, (size, extent) in enumerate(zip(tmap.shape, tmap.box, strict=True))
@@ -149,7 +152,7 @@ def _memory_rules(tmap: TensorMap) -> list[Rule]:
             f"0x{tmap.address:x}",
             f"a multiple of {unit} bytes{because}",
             tmap.address % unit == 0,
-            f"start {tmap.address % unit} bytes earlier, or copy with .contiguous()",
+            f"start {tmap.address % unit} bytes earlier, or copy with .clone()",
         ),
         Rule(
             "address range",
@@ -172,8 +175,7 @@ def _memory_rules(tmap: TensorMap) -> list[Rule]:
             lambda stride: stride % unit == 0,
             lambda stride: (
                 f"pad it to {_round_up(stride, unit)} bytes "
-                f"({_round_up(stride, unit) / tmap.element_bytes:g} elements), or copy with "
-                ".contiguous()"
+                f"({_round_up(stride, unit) / tmap.element_bytes:g} elements){copy}"
             ),
             " bytes",
         ),
