@@ -233,6 +233,20 @@ def disassemble(cubin: bytes) -> str:
     return result.stdout
 
 
+@functools.cache
+def nvdisasm_release() -> str:
+    """The release of `find_nvdisasm()`, as in 13.5: another one may print other mnemonics.
+
+    Raises: AuditError.
+    """
+    tool = find_nvdisasm()
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"release (\d+\.\d+)", said)
+    if found is None:
+        raise AuditError(f"{tool} --version names no release: {said.strip()!r}")
+    return found[1]
+
+
 def find_nvdisasm() -> Path:
     """nvdisasm from its wheel, else from PATH.
 

@@ -23,9 +23,8 @@ def run_contract(
     """
     need_compiler()
     from . import contract
-    from .versions import toolchain
 
-    stored, here = contract.Contracts.read(), toolchain().compiler
+    stored, here = contract.Contracts.read(), contract.tools()
     shipped = contract.shipped()
     names = [name for name in shipped if only in name]
     if not names:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from .audit import disassemble
+from .audit import disassemble, nvdisasm_release
 from .compile import Compiled, Kernel
 from .record import ROOT
 from .sass import Function, Instruction, Loop, functions
@@ -186,8 +186,9 @@ class Contracts:
     kernels: Mapping[str, Contract]
 
     @classmethod
-    def read(cls, path: Path = STORED) -> Contracts:
-        """The contracts of a file; none of no compiler where there is no file."""
+    def read(cls, path: Path | None = None) -> Contracts:
+        """The contracts of a file, by default `STORED`; none of no compiler where there is none."""
+        path = path or STORED
         if not path.exists():
             return cls("", {})
         content = json.loads(path.read_text())
@@ -197,8 +198,9 @@ class Contracts:
         }
         return cls(content["compiler"], kernels)
 
-    def write(self, path: Path = STORED) -> Path:
+    def write(self, path: Path | None = None) -> Path:
         """Write as JSON, a part a line, so that what changes in a file is what changed in code."""
+        path = path or STORED
         blocks = []
         for name, contract in sorted(self.kernels.items()):
             parts = ",\n".join(
@@ -223,6 +225,11 @@ def _counts(text: str) -> dict[str, int]:
     return {name: int(count) for name, _, count in pairs}
 
 
+def tools() -> str:
+    """What contracts are of: the compiler here, and what its code is read with."""
+    return f"{toolchain().compiler}, nvdisasm {nvdisasm_release()}"
+
+
 @cache
 def _stored() -> Contracts:
     return Contracts.read()
@@ -234,7 +241,7 @@ def broken(name: str, compiled: Compiled, stored: Contracts | None = None) -> st
     With a compiler other than the one of the contracts it warns `OtherCompiler` and is empty.
     """
     stored = _stored() if stored is None else stored
-    here = toolchain().compiler
+    here = tools()
     if stored.compiler != here:
         warnings.warn(
             f"contracts are of {stored.compiler or 'no compiler'} and this is {here}: the machine "
