@@ -77,7 +77,8 @@ def watch(kernel: WarpSpecialized, *arguments: Any, seconds: float = SECONDS) ->
         ended.record()
         error = until_ended(started, ended, report, report[HEADER :: build.report_plan.slot], limit)
         if error is not None:
-            raise named(build, error, decode(build, report.tolist()), limit) from error
+            told = named(build, error, decode(build, report.tolist()), limit)
+            raise told from (None if told is error else error)
 
 
 def named(build: Watched, error: RuntimeError, ctas: list[Stuck], seconds: float) -> RuntimeError:

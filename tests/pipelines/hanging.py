@@ -222,6 +222,15 @@ def faulty_forward() -> tuple:
     return kernel, (q, k, v, o, lse, None, None, None, 0.125)
 
 
+def cuda_works() -> bool:
+    """Whether this process can still use the GPU."""
+    try:
+        torch.zeros(1, device="cuda").item()
+    except RuntimeError:
+        return False
+    return True
+
+
 def main(fault: str, seconds: float = 0.5) -> None:
     """Print the exception that a fault ends in, and after how many seconds."""
     kernel, given = faulty_forward() if fault == "the forward" else faulty_relay(fault)
@@ -234,11 +243,8 @@ def main(fault: str, seconds: float = 0.5) -> None:
         print(f"Hang: {error}")
         for cta in error.ctas[:2]:
             print("RAW", cta, [f"{word & 0xFFFFFFFF:08x}" for word in cta.raw])
-        try:
-            torch.zeros(1, device="cuda").item()
-            print("AFTERWARDS: CUDA works")
-        except RuntimeError:
-            print("AFTERWARDS: CUDA is lost")
+        if error.ctas:
+            print("AFTERWARDS: CUDA", "works" if cuda_works() else "is lost")
     print(f"SECONDS {time.monotonic() - start:.1f}", flush=True)
     os._exit(0)  # a kernel that cannot be stopped must not be waited for
 
