@@ -91,10 +91,9 @@ def named(build: Watched, error: RuntimeError, ctas: list[Stuck], seconds: float
         )
         return Hang(text, why, tuple(ctas))
     if isinstance(error, NotStopped):
-        role = build.watching_role
         return Hang(
-            f"{build.name} {error}: no warp of role {role!r} is free to watch the others, for none "
-            f"has ended; give the role a warp without work to see who waits. {end}"
+            f"{build.name} {error}: no warp is free to watch the others, for none has ended; give "
+            f"a role a warp without work to see who waits. {end}"
         )
     return error
 

@@ -9,10 +9,10 @@ words and the mbarriers to the report, which lies in memory of the host, and tra
 
     words of a CTA       at, since of warp 0 | at, since of warp 1 | ... | a warp watches
 
-The watcher comes from the role with the fewest registers, where one warp issues the copies and the
-others have nothing to do: the first that ends. It cannot be one more warp, since setmaxnreg wants
-whole warpgroups; where no role has a number of registers, it is. If the role keeps all its warps
-until the end, nobody watches, and the report's first word stays 0.
+The watcher is the first warp that ends its role: where one warp issues the copies, one of its
+neighbours. It cannot be one more warp, since setmaxnreg wants whole warpgroups; where no role has a
+number of registers, it is. If no warp has ended, nobody watches, and the report's first word stays
+0.
 
 Tables and roles are those of the kernel itself: only what surrounds its waits is added. What waits
 by other means than rings and `self.barriers` counts as running.
@@ -125,15 +125,14 @@ class Watched(WarpSpecialized):
         return ReportPlan.of(self._unwatched)
 
     @property
-    def watching_role(self) -> str | None:
-        """The role whose first warp to end watches the others; None for a warp of its own."""
-        budgets = {n: r.registers for n, r in self.roles.items() if r.registers is not None}
-        return min(budgets, key=lambda name: budgets[name]) if budgets else None
+    def adds_warp(self) -> bool:
+        """Whether a warp of its own watches: not beside roles that move registers."""
+        return all(role.registers is None for role in self.roles.values())
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA, with the warp that watches where no role can spare one."""
-        return super().threads + (WARP if self.watching_role is None else 0)
+        """Threads of a CTA, with the warp that watches if it is one of its own."""
+        return super().threads + (WARP if self.adds_warp else 0)
 
     @property
     def smem(self) -> SmemPlan:
@@ -177,7 +176,7 @@ class Watched(WarpSpecialized):
             self.allocate_tmem(smem)
         ends = self.open_rings(mbarriers)
         self.run_roles(io, smem, ends)
-        if cutlass.const_expr(self.watching_role is None):
+        if cutlass.const_expr(self.adds_warp):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.report_plan.warps:
                 self._watcher.observe()
         self._end()
@@ -212,7 +211,7 @@ class Watched(WarpSpecialized):
         """The role, then the note that this warp has ended; the first that has may watch."""
         super().run_role(name, io, smem, ports, thread)
         self._watcher.note(ENDED)
-        if name == self.watching_role:
+        if not self.adds_warp:
             self._watcher.observe_first()
 
 

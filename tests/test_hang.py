@@ -117,10 +117,10 @@ def test_an_error_without_a_report_is_the_error(build):
     assert hang.named(build, error, [], 2.0) is error
 
 
-def test_without_a_watcher_the_role_that_should_spare_one_is_named(build):
+def test_without_a_watcher_it_is_said_how_to_get_one(build):
     error = hang.named(build, hang.NotStopped("has not ended in 7.0 s"), [], 2.0)
     assert isinstance(error, fa3.Hang)
-    assert "has not ended in 7.0 s: no warp of role 'producer' is free to watch" in str(error)
+    assert "has not ended in 7.0 s: no warp is free to watch" in str(error)
     assert "end this process" in str(error)
 
 

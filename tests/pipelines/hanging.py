@@ -189,7 +189,7 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
         "the cycle: producer warp 0",
     ),
     "an endless loop": ("consumer warps 4-11 run, at no wait since",),
-    "no idle warp": ("no warp of role 'producer' is free to watch",),
+    "no idle warp": ("no warp is free to watch",),
 }
 
 

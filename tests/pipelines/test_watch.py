@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutedsl_fa3.layouts import SMEM_CAPACITY
-from cutedsl_fa3.pipelines import Barrier, Barriers, Ring, ScheduleError, WordRing, waits
+from cutedsl_fa3.pipelines import Barrier, Barriers, Ring, Role, ScheduleError, WordRing, waits
 from cutedsl_fa3.pipelines.deadlock import cycle, explain, groups
 from cutedsl_fa3.pipelines.waits import ENDED, RUNS, Mbarrier, ReportPlan, decode, wait_code
 from cutedsl_fa3.pipelines.watch import watched
@@ -210,16 +210,16 @@ def test_the_words_lie_behind_everything_else():
     assert all(plan.offset(name) == kernel.smem.offset(name) for name in kernel.tiles)
 
 
-def test_the_watcher_is_of_the_role_with_the_fewest_registers():
-    assert watched(Tables()).watching_role == "producer"
-    assert watched(Tables()).threads == 384
+def test_roles_that_move_registers_get_no_warp_more():
+    assert watched(Tables()).threads == Tables().threads == 384
 
 
-def test_where_no_role_moves_registers_the_watcher_is_a_warp_more():
+def test_where_no_role_moves_registers_a_warp_more_watches():
     kernel = Tables()
     kernel.roles = {name: replace(role, registers=None) for name, role in kernel.roles.items()}
-    assert watched(kernel).watching_role is None
     assert watched(kernel).threads == 384 + 32
+    kernel.roles["producer"] = Role(4, 40)
+    assert watched(kernel).threads == 384
 
 
 def test_what_is_no_kernel_of_tables_is_refused():
@@ -280,8 +280,10 @@ def test_a_kernel_that_is_not_watched_has_nothing_of_the_watch(name):
 
     kernel = shipped()[name]
     before = compile_kernel(kernel, name="same")
-    compile_kernel(watched(kernel))  # leaves nothing behind in the kernel or its class
+    debug = compile_kernel(watched(kernel))  # leaves nothing behind in the kernel or its class
     after = compile_kernel(kernel, name="same")
     assert after.cubin == before.cubin
     sass = disassemble(before.cubin)
     assert not re.search(r"GLOBALTIMER|BPT\.TRAP|MEMBAR\.ALL\.SYS", sass)
+    moves = sass.count("USETMAXREG")
+    assert moves > 0 and disassemble(debug.cubin).count("USETMAXREG") == moves
