@@ -147,9 +147,8 @@ class Shadowed:
                 stacklevel=4,  # the caller of attention
             )
             return self.call(q, k, v, variant, scale)
-        if q.is_cuda:
-            _poison(q, v, variant)
-        result = self.call(q, k, v, variant, scale)
+        with _filled() if q.is_cuda else contextlib.nullcontext():
+            result = self.call(q, k, v, variant, scale)
         self.compare(q, k, v, variant, scale, result)
         self.asked.right.add(self.kernel)
         return result
@@ -190,17 +189,20 @@ def _capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _poison(q: torch.Tensor, v: torch.Tensor, variant: Variant) -> None:
-    """Fill the memory that the result is about to take, so that a row never written is not right.
-
-    The caching allocator gives the blocks freed here to the next tensors of their sizes.
-    """
-    batch, seqlen_q, heads, _ = q.shape
-    with torch.no_grad():
-        kept = [q.new_full((batch, seqlen_q, heads, v.shape[3]), torch.nan)]
-        if variant.has_lse:
-            kept.append(q.new_full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32))
-    del kept
+@contextlib.contextmanager
+def _filled() -> Iterator[None]:
+    """New memory is NaN meanwhile, so that a row which is never written cannot look right."""
+    mode = torch.utils.deterministic
+    before = mode.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        mode.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        mode.fill_uninitialized_memory = before
 
 
 def _left(case: Any, mismatch: Mismatch, wanted: Path | None) -> tuple[Path | None, str]:
