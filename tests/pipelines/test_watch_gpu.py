@@ -47,7 +47,7 @@ def run(fault: str) -> str:
 @cache
 def started() -> dict[str, Future[str]]:
     """All faults, side by side; the one that leaves the GPU busy comes last and alone."""
-    pool = ThreadPoolExecutor(6)
+    pool = ThreadPoolExecutor(len(NAMES))
     found = {name: pool.submit(run, name) for name in NAMES if name != "no idle warp"}
 
     def last() -> str:
@@ -87,8 +87,7 @@ def test_a_sound_kernel_is_watched_to_its_end():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["causal", "documents"])
-@pytest.mark.parametrize("overlap", ["none", "both"])
+@pytest.mark.parametrize("name, overlap", [("causal", "both"), ("documents", "none")])
 def test_watched_attention_is_attention(name, overlap):
     q, k, v = (torch.randn(2, 700, 4, 64, device="cuda").bfloat16() for _ in range(3))
     document = torch.arange(700, device="cuda") // 150
