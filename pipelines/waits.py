@@ -32,7 +32,8 @@ SLOT_HEADER = 8
 REPORTED = 0x48414E47  # the flag of a slot that is complete
 
 # Source: the words that ptxas computes for mbarrier.init: both counts are kept as what is missing
-# to 2^20, so that the last arrival carries into the phase. Bytes were found on an H200.
+# to 2^20, so that the last arrival carries into the phase. Bytes are taken to lie between them,
+# which the planted faults of tests/pipelines/hanging.py hold against a GPU.
 COUNT_BITS = 20
 EXPECTED_SHIFT, BYTES_SHIFT, PENDING_SHIFT = 1, 21, 43
 BYTES_BITS = 21
