@@ -1,0 +1,371 @@
+"""What one run proves about all: races over bytes, what each read finds, who waits for whom."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+from . import events as ev
+from .events import Event, Region, overlap, without
+from .search import CLUSTER, Access, Finding, Process, Run, cta_of
+
+WRITES = ("copy", "write")
+BY_THREADS = ("read", "write")
+BY_ENGINE = ("product", "store")  # what reads through the async proxy
+NOUNS = {
+    "copy": "a TMA copy into",
+    "write": "a write of threads to",
+    "product": "a WGMMA that reads",
+    "store": "a TMA store that reads",
+    "read": "a read by threads of",
+}
+LONGEST = 16  # lines of a counter-example
+
+Reads = tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+
+
+@functools.lru_cache(maxsize=65536)
+def _meet(a: Region, b: Region) -> bool:
+    return overlap(a, b)
+
+
+def analyse(run: Run) -> Reads:
+    """Add to a run's findings what its accesses show; what each read finds, for comparisons."""
+    blocked = [p for p in run.processes if not p.done]
+    if blocked:
+        _deadlock(run, blocked)
+    _ends(run, bool(blocked))
+    reads = _accesses(run, bool(blocked))
+    run.findings.sort(key=lambda finding: finding.step)
+    for finding in run.findings:
+        if not finding.trace:
+            finding.trace = trace(run, finding)
+    return reads
+
+
+# Bytes.
+
+
+def _accesses(run: Run, blocked: bool) -> Reads:
+    accesses = run.accesses
+    writes = [a for a in accesses if a.kind in WRITES]
+    _races(run, accesses, writes)
+    found = []
+    for access in accesses:
+        if access.kind not in WRITES:
+            found.append((access.who, access.order, _contents(run, access, writes)))
+    if not blocked:
+        _unread(run, accesses, writes)
+    return tuple(sorted(found))
+
+
+def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
+    told: set[tuple[str, str, str]] = set()
+    for write in writes:
+        for other in accesses:
+            if other is write or (other.kind in WRITES and other.begin > write.begin):
+                continue
+            if not _clash(write, other) or not _meet(write.region, other.region):
+                continue
+            first, second = sorted((write, other), key=lambda a: a.begin)
+            if first.end is not None and run.past[second.begin] >> first.end & 1:
+                continue
+            kind, text = _race(run, first, second)
+            place = run.names.region(write.region)
+            key = (kind, place, f"{first.kind} {second.kind}")
+            if key not in told:
+                told.add(key)
+                run.fault(kind, text, second.begin, first.begin)
+
+
+def _clash(write: Access, other: Access) -> bool:
+    if write.who == other.who and write.kind in BY_THREADS and other.kind in BY_THREADS:
+        return False
+    by_threads = write.kind in BY_THREADS and other.kind in BY_THREADS
+    # Threads have places of their own in a tensor that they write together.
+    return not by_threads or (write.exact and other.exact)
+
+
+def _race(run: Run, first: Access, second: Access) -> tuple[str, str]:
+    place = run.names.region(first.region if first.kind in WRITES else second.region)
+    who = [run.names.who(*_place(run, a.who)) for a in (first, second)]
+    if second.kind in WRITES and first.kind not in WRITES:
+        # The reader has ended its part in an order that the writer does not wait for.
+        return "overwritten while read", (
+            f"{place}: {NOUNS[second.kind]} it by {who[1]} may come before {NOUNS[first.kind]} it "
+            f"by {who[0]} is done"
+        )
+    if first.kind in WRITES and second.kind not in WRITES:
+        return "read before full", (
+            f"{place}: {NOUNS[second.kind]} it by {who[1]} may come before {NOUNS[first.kind]} it "
+            f"by {who[0]} has landed"
+        )
+    return "two writers", (
+        f"{place}: {NOUNS[first.kind]} it by {who[0]} and {NOUNS[second.kind]} it by {who[1]} may "
+        "meet"
+    )
+
+
+def _place(run: Run, who: int) -> tuple[int, int]:
+    process = run.processes[who]
+    return process.cta, process.warp
+
+
+def _contents(run: Run, read: Access, writes: list[Access]) -> tuple[tuple[int, int], ...]:
+    """Whose writes a read finds, latest first; a fault where it finds bytes of nobody."""
+    left, found = read.region, []
+    past = run.past[read.begin]
+    for write in sorted(writes, key=lambda a: a.begin, reverse=True):
+        if write.end is None or not past >> write.end & 1 or not _meet(write.region, left):
+            continue
+        found.append((write.who, write.order))
+        if write.kind == "write" and read.kind in BY_ENGINE:
+            _needs_proxy_fence(run, write, read)
+        left = without(left, write.region)
+        if not left:
+            break
+    late = any(
+        w.begin > read.begin or not past >> w.begin & 1 for w in writes if _meet(w.region, left)
+    )
+    if left and read.exact and not late:
+        run.fault(
+            "read before full",
+            f"{run.names.region(left)}: {run.names.who(*_place(run, read.who))} reads what nobody "
+            "has written",
+            read.begin,
+        )
+    return tuple(found)
+
+
+def _needs_proxy_fence(run: Run, write: Access, read: Access) -> None:
+    past = run.past[read.begin]
+    if any(past >> f & 1 and run.past[f] >> write.begin & 1 for f in run.proxy_fences):
+        return
+    if any(f.kind == "proxy fence missing" for f in run.findings):
+        return
+    run.fault(
+        "proxy fence missing",
+        f"{run.names.region(write.region)}: {run.names.who(*_place(run, write.who))} writes it, "
+        f"and {NOUNS[read.kind]} it follows without a fence.proxy.async in between",
+        read.begin,
+        write.begin,
+    )
+
+
+def _unread(run: Run, accesses: list[Access], writes: list[Access]) -> None:
+    """Copies that are overwritten, or left at the end, before anybody has read them."""
+    told: set[str] = set()
+    reads = [a for a in accesses if a.kind not in WRITES]
+    for write in writes:
+        if write.kind != "copy":
+            continue
+        later = [
+            w
+            for w in writes
+            if w is not write and w.begin > write.begin and _meet(w.region, write.region)
+        ]
+        until = min((w.begin for w in later), default=len(run.past))
+        if any(write.begin < r.begin < until and _meet(r.region, write.region) for r in reads):
+            continue
+        place = run.names.region(write.region)
+        if place in told:
+            continue
+        told.add(place)
+        who = run.names.who(*_place(run, write.who))
+        after = "is overwritten before anybody has" if later else "ends without anybody having"
+        run.fault(
+            "never read",
+            f"{place}: a tile that {who} copied {after} read it",
+            until if later else len(run.past) - 1,
+            write.begin,
+        )
+
+
+# The end.
+
+
+def _ends(run: Run, blocked: bool) -> None:
+    """Copies and arrivals that may reach a CTA that has ended."""
+    if blocked:
+        return
+    ends: dict[int, int] = {}
+    for process in run.processes:
+        ends[process.cta] = ends.get(process.cta, 0) | process.past
+    told: set[tuple[str, int]] = set()
+    for step, (who, event) in enumerate(run.what):
+        process = run.processes[who]
+        if event.kind == "landed":
+            for address, region in event.targets:
+                cta = cta_of(address)
+                if ends[cta] >> step & 1 or ("copy", cta) in told:
+                    continue
+                if not _lands_at(run, step, region):
+                    continue
+                told.add(("copy", cta))
+                run.fault(
+                    "ends too soon",
+                    f"{run.names.region(region)}: the CTA may end before a copy of "
+                    f"{run.who(process)} has landed there: nobody waits for it",
+                    step,
+                )
+        elif event.kind == ev.ARRIVE and cta_of(event.at) != process.cta:
+            cta = cta_of(event.at)
+            if not ends[cta] >> step & 1 and ("arrive", cta) not in told:
+                told.add(("arrive", cta))
+                run.fault(
+                    "ends too soon",
+                    f"{run.names.barrier(event.at)}: its CTA may end before "
+                    f"{run.who(process)} of another has arrived there",
+                    step,
+                )
+
+
+def _lands_at(run: Run, step: int, region: Region) -> bool:
+    return any(a.end == step and a.region == region for a in run.accesses)
+
+
+def _deadlock(run: Run, blocked: list[Process]) -> None:
+    """Say who waits for what, and which role could give it."""
+    lines, kinds = [], Counter()
+    step = len(run.past) - 1
+    for process in blocked:
+        event = process.event
+        assert event is not None
+        kinds[_waiting(run, event)] += 1
+    seen: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
+    for process in blocked:
+        event = process.event
+        assert event is not None
+        key = _waiting(run, event)
+        seen.setdefault(key, []).append(run.who(process))
+        reasons[key] = _lacks(run, event)
+    for key, who in seen.items():
+        lines.append(f"{_many(who)}: {key} ({reasons[key]})")
+    run.fault("deadlock", f"{len(blocked)} warps wait for ever", step).trace = tuple(
+        [*lines, *_cause(run, blocked)]
+    )
+
+
+def _waiting(run: Run, event: Event) -> str:
+    if event.kind == ev.WAIT:
+        phase = run.mbarriers[event.at].phase
+        return f"waits on {run.names.barrier(event.at)}, phase {phase}"
+    if event.kind == ev.SYNC:
+        return f"waits at {run.names.named_barrier(event.at)}"
+    return "waits for all CTAs of the cluster"
+
+
+def _lacks(run: Run, event: Event) -> str:
+    if event.kind == ev.WAIT:
+        barrier = run.mbarriers[event.at]
+        parts = []
+        if barrier.pending > 0:
+            have = barrier.expected - barrier.pending
+            parts.append(f"{have} of {barrier.expected} arrivals")
+        if barrier.tx:
+            announced = sum(b for _, _, b in barrier.counted if b > 0)
+            moved = -sum(b for _, _, b in barrier.counted if b < 0)
+            parts.append(f"{announced} B announced, {moved} B copied")
+        return ", ".join(parts) or "complete"
+    number = CLUSTER if event.kind == ev.CLUSTER_WAIT else event.at
+    meeting = run.rounds.get(number)
+    return f"{meeting.arrived} of {meeting.expected} threads" if meeting else "nobody has come"
+
+
+def _cause(run: Run, blocked: list[Process]) -> list[str]:
+    """A count or a byte number that can never be right, in the words of the ring."""
+    told = []
+    for process in blocked:
+        event = process.event
+        if event is None or event.kind != ev.WAIT:
+            continue
+        barrier, name = run.mbarriers[event.at], run.names.barrier(event.at)
+        end = run.names.end_of(event.at)
+        warps = 0
+        if end is not None:
+            consumer = run.names.rings[end[0]].consumer
+            warps = sum(last - first for n, first, last in run.names.roles if n == consumer)
+        if barrier.tx and barrier.pending == 0:
+            told.append(f"{name}: the announced bytes differ from what the copies move")
+        elif end and end[1] == "empty" and barrier.expected > 0 and not barrier.ended and warps:
+            arrived = barrier.expected - barrier.pending
+            if arrived and arrived < barrier.expected and arrived % warps == 0:
+                told.append(
+                    f"{name} is initialised for {barrier.expected} arrivals, its {warps} consumer "
+                    f"warps bring {arrived}"
+                )
+    return list(dict.fromkeys(told))
+
+
+# Words.
+
+
+def _many(names: list[str]) -> str:
+    """ "consumer warps 0, 1, 2" from single names."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        head, _, number = name.rpartition(" ")
+        groups.setdefault(head, []).append(number)
+    parts = []
+    for head, numbers in groups.items():
+        many = "s" if len(numbers) > 1 else ""
+        whole = sorted({int(n) for n in numbers})
+        run_of = whole == list(range(whole[0], whole[-1] + 1)) and len(whole) > 2
+        text = f"{whole[0]} to {whole[-1]}" if run_of else ", ".join(map(str, whole))
+        parts.append(f"{head}{many} {text}")
+    return " and ".join(parts)
+
+
+def describe(run: Run, step: int) -> str | None:
+    """What a step does, without who; None for what no counter-example needs."""
+    event, names = run.what[step][1], run.names
+    if event.kind == ev.WAIT:
+        return f"sees {names.barrier(event.at)} end a phase (parity {event.value})"
+    if event.kind == ev.ARRIVE:
+        return f"arrives at {names.barrier(event.at)}"
+    if event.kind == ev.EXPECT:
+        return f"announces {event.value} B on {names.barrier(event.at)}"
+    if event.kind == ev.COPY:
+        return f"issues a copy of {event.value} B to {names.region(event.targets[0][1])}"
+    if event.kind == "landed":
+        return f"(copy engine) {event.value} B have landed in {names.region(event.targets[0][1])}"
+    if event.kind == ev.PRODUCT:
+        return f"issues WGMMA on {names.region(event.region)}"
+    if event.kind == ev.RETIRE:
+        return f"waits for its WGMMAs (but {event.value} groups)"
+    if event.kind in (ev.READ, ev.WRITE, ev.STORE):
+        verb = {ev.READ: "reads", ev.WRITE: "writes", ev.STORE: "stores by TMA"}[event.kind]
+        return f"{verb} {names.region(event.region)}"
+    if event.kind in (ev.SYNC, ev.SIGNAL):
+        return f"comes to {names.named_barrier(event.at)}"
+    return "ends" if event.kind == ev.END else None
+
+
+def trace(run: Run, finding: Finding) -> tuple[str, ...]:
+    """An interleaving that leads to a fault: what must have come before its steps, and no more."""
+    wanted = run.past[finding.step]
+    for other in finding.others:
+        wanted |= run.past[other]
+    near = {finding.step, *finding.others}
+    lines: list[tuple[str, list[str]]] = []
+    previous: tuple[int, str] | None = None
+    for step in range(len(run.past)):
+        if not (wanted >> step & 1 or step in near):
+            continue
+        text = describe(run, step)
+        if text is None:
+            continue
+        who = run.what[step][0]
+        if previous == (who, text):
+            continue
+        previous = (who, text)
+        name = run.names.who(*_place(run, who))
+        same = next((names for t, names in reversed(lines[-6:]) if t == text), None)
+        if same is not None and name not in same:
+            same.append(name)
+        else:
+            lines.append((text, [name]))
+    short = lines[-LONGEST:]
+    made = [f"{_many(names)} {text}" for text, names in short]
+    return tuple(["...", *made] if len(lines) > LONGEST else made)

@@ -1,0 +1,121 @@
+"""`check_pipeline`: whether the roles of a kernel can hang, race or lose a tile, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import host, program, warp
+from .analyse import Reads, analyse
+from .names import Names
+from .search import Finding, Process, Run
+from .shapes import size
+from .warp import Launch, WarpState
+
+WARP = 32
+
+
+@dataclass
+class Outcome:
+    """One launch and CTA, run through: its faults, what its reads found, how much there was."""
+
+    what: str
+    findings: list[Finding]
+    reads: Reads
+    steps: int
+    programs: tuple[tuple[Any, ...], ...] = field(repr=False, default=())
+    guesses: bool = False
+
+
+@dataclass
+class Verdict:
+    """What was checked of a kernel, and what was found."""
+
+    name: str
+    outcomes: list[Outcome]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All faults, those of the smallest work first."""
+        return [finding for outcome in self.outcomes for finding in outcome.findings]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no interleaving of what was checked goes wrong."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        steps = sum(outcome.steps for outcome in self.outcomes)
+        head = f"{self.name}: {len(self.outcomes)} pieces of work, {steps} steps"
+        if self.ok:
+            return f"{head}; no interleaving hangs, races or loses a tile"
+        lines = [f"{head}; {len(self.findings)} faults"]
+        told: set[tuple[str, str]] = set()
+        for outcome in self.outcomes:
+            for finding in outcome.findings:
+                if (finding.kind, finding.text) in told or len(told) >= 6:
+                    continue
+                told.add((finding.kind, finding.text))
+                lines += ["", f"{outcome.what}", str(finding)]
+        return "\n".join(lines)
+
+
+def check_pipeline(kernel: Any, works: Iterable[tuple[str, Sequence[Any]]]) -> Verdict:
+    """Run the roles of a kernel on each piece of work and look at all interleavings.
+
+    `works`: what it is called, and the arguments of the compiled kernel without the stream: tensors
+    on the CPU (on torch's meta device where their values do not matter), numbers, None.
+
+    Raises: NotCovered; what tracing the kernel raises.
+    """
+    functions = program.read(kernel)
+    outcomes = []
+    for what, args in works:
+        outcomes += run_work(kernel, functions, what, args)
+    return Verdict(getattr(kernel, "name", type(kernel).__name__), outcomes)
+
+
+def run_work(
+    kernel: Any, functions: dict[str, Any], what: str, args: Sequence[Any]
+) -> list[Outcome]:
+    """One outcome for each cluster of CTAs of each launch that hands anything over."""
+    outcomes = []
+    for launch in host.launches(functions, args):
+        for first in clusters(launch):
+            outcome = run_cluster(kernel, launch, first)
+            outcome.what = f"{what}, CTA {first}" if size(launch.grid) > 1 else what
+            outcomes.append(outcome)
+            if outcome.guesses:
+                other = run_cluster(kernel, launch, first, taken=True)
+                other.what = f"{outcome.what}, data-dependent branches taken"
+                outcomes.append(other)
+    return outcomes
+
+
+def clusters(launch: Launch) -> list[tuple[int, int, int]]:
+    """The first CTA of each cluster."""
+    steps = [range(0, n, c) for n, c in zip(launch.grid, launch.cluster, strict=True)]
+    return [(x, y, z) for z in steps[2] for y in steps[1] for x in steps[0]]
+
+
+def run_cluster(
+    kernel: Any, launch: Launch, first: tuple[int, int, int], taken: bool = False
+) -> Outcome:
+    """All warps of one cluster."""
+    names = Names(kernel, size(launch.cluster))
+    processes, states = [], []
+    width, height, _ = launch.cluster
+    for rank in range(size(launch.cluster)):
+        at = (rank % width, rank // width % height, rank // width // height)
+        cta = tuple(f + a for f, a in zip(first, at, strict=True))
+        for number in range(-(-size(launch.block) // WARP)):
+            state = WarpState(launch, cta, number, rank, taken)
+            states.append(state)
+            processes.append(Process(rank, number, warp.run(launch.function, state)))
+    run = Run(processes, names, size(launch.block))
+    run.run()
+    reads = analyse(run)
+    programs = tuple(tuple(process.taken) for process in processes)
+    guesses = any(state.guesses for state in states)
+    return Outcome("", run.findings, reads, len(run.past), programs, guesses)
