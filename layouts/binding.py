@@ -228,7 +228,7 @@ def bind(
     geometry = geometry_of(tensor)
     if (tile is None) == (box is None):
         raise LayoutError(
-            "give a tile, e.g. Tile(128, 64, cutlass.BFloat16), or a box: one of both"
+            "give one of both: a tile, e.g. Tile(128, 64, cutlass.BFloat16), or a box"
         )
     rank = len(geometry.shape)
     for name, values in (("box", box), ("element_strides", element_strides)):

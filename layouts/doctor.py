@@ -315,10 +315,15 @@ def _box(tmap: TensorMap) -> str:
 
 
 def _swizzled(tmap: TensorMap) -> str:
-    if tmap.swizzle.bits == 0:
+    swizzle = tmap.swizzle
+    if swizzle.bits == 0:
         return "none: rows follow one another as they are"
-    s = tmap.swizzle
-    return f"{s.name}: 16-byte chunks move within {s.span} bytes, repeating every {s.period}"
+    inner = tmap.box[0] * tmap.element_bytes if tmap.box else 0
+    text = f"{swizzle.name}: 16-byte chunks move within {swizzle.span} bytes, "
+    text += f"repeating every {swizzle.period}"
+    if 0 < inner < swizzle.span:
+        text += f"; a row of {inner} bytes takes {swizzle.span} of shared memory"
+    return text
 
 
 def _moved(binding: Binding, when: str) -> str:
@@ -335,10 +340,9 @@ def _moved(binding: Binding, when: str) -> str:
         lines += _whole(binding, tmap)
     if binding.tile:
         rows, cols = binding.tile
-        count = rows * cols * binding.element_bytes // max(tmap.bytes_per_box, 1)
-        lines.append(
-            _line("a tile", f"{count} instructions, {rows * cols * tmap.element_bytes} bytes")
-        )
+        size = rows * cols * tmap.element_bytes
+        count = _count(size // max(tmap.bytes_per_box, 1), "instruction")
+        lines.append(_line("a tile", f"{count}, {size} bytes"))
     return "\n".join(lines)
 
 

@@ -169,9 +169,11 @@ def _of_torch(tensor: object) -> Geometry:
 
 def _address(tensor: object) -> int | None:
     """Where the first element lies; None for meta and fake tensors, and where nothing lies."""
+    if type(tensor).__name__ == "FakeTensor":  # which warns where its address is asked for
+        return None
     try:
         return tensor.data_ptr() or None
-    except RuntimeError:  # a fake tensor, or one of a transform
+    except RuntimeError:  # a tensor of a transform, or one whose storage was freed
         return None
 
 

@@ -205,37 +205,61 @@ def copied(binding: Binding) -> list[Change]:
 
 
 def padded(binding: Binding) -> list[Change]:
-    """A copy whose strides are the next multiples of 16 bytes, in the order the elements lie in."""
-    tensor, unit = binding.tensor, _unit(binding)
-    dims = [d for d in range(len(tensor.shape)) if d != binding.inner and tensor.shape[d] > 1]
-    strides = list(tensor.strides)
-    if not _nested(tensor, binding.inner, dims):
-        strides = list(dense_strides(tensor.shape, tensor.itemsize, _order(binding)))
-    dims.sort(key=lambda d: (strides[d], -d))
+    """Strides that are the next multiples of 16 bytes: where the elements lie, and without gaps."""
+    tensor, inner = binding.tensor, binding.inner
+    dims = [d for d in range(len(tensor.shape)) if d != inner and tensor.shape[d] > 1]
+    dense = dense_strides(tensor.shape, tensor.itemsize, _order(binding))
+    starts = [dense]
+    if _nested(tensor, inner, dims):
+        starts.insert(0, tensor.strides)
+    made = {}
+    for start in starts:
+        strides = _raised(binding, start, dims)
+        # Elsewhere with the same strides helps a wrong address, and a copy without gaps does too.
+        same = strides == tensor.strides and _raised(binding, dense, dims) == dense
+        if dims and strides != dense and not same:
+            made.setdefault(strides, _copied_into(binding, strides, dims, start is dense))
+    return list(made.values())
+
+
+def _raised(binding: Binding, start: tuple[int, ...], dims: list[int]) -> tuple[int, ...]:
+    """The smallest legal strides from these on that keep elements apart, in the same order."""
+    tensor, strides, unit = binding.tensor, list(start), _unit(binding)
     extent = tensor.shape[binding.inner] * tensor.itemsize
-    for d in dims:
+    for d in sorted(dims, key=lambda d: (start[d], -d)):
         strides[d] = round_up(max(strides[d], extent), unit)
         extent += (tensor.shape[d] - 1) * strides[d]
-    after = replace(tensor, strides=tuple(strides), address=None, before=0, lazy="")
-    after = settled(replace(binding, tensor=after))
-    strides = after.tensor.strides
-    dense = dense_strides(tensor.shape, tensor.itemsize, _order(binding))
-    if strides in (tensor.strides, dense) or not dims:
-        return []
-    row, given = strides[dims[0]], tensor.strides[dims[0]]
-    words = (
-        f"pad the row to {row} bytes ({row // tensor.itemsize} elements) instead of {given}: "
-        f"make the tensor with strides of {_list(strides)} bytes, or copy it into one"
-    )
+    given = replace(tensor, strides=tuple(strides))
+    return settled(replace(binding, tensor=given)).tensor.strides
+
+
+def _copied_into(
+    binding: Binding, strides: tuple[int, ...], dims: list[int], compact: bool
+) -> Change:
+    """A copy into memory of these strides, or a tensor made with them in the first place."""
+    tensor = binding.tensor
+    row = min(strides[d] for d in dims)
+    span = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + tensor.itemsize
+    size = f"{row} bytes ({row // tensor.itemsize} elements)"
+    if strides == tensor.strides:
+        words = "copy it elsewhere as it is"
+    elif compact:
+        held = tensor.shape[binding.inner] * tensor.itemsize
+        words = f"copy it with rows of {held} bytes padded to {size}"
+    else:
+        given = min(tensor.strides[d] for d in dims)
+        words = f"pad the row to {size} instead of {given}"
+    words += f": strides of {_list(strides)} bytes, or make it so in the first place"
     place = f"x.new_empty_strided({tensor.shape}, {_elements(tensor, strides)})"
+    after = replace(tensor, strides=strides, address=None, before=0, lazy="")
     step = Step(
-        "pad",
+        "pad a copy" if compact else "pad",
         words,
         torch_code(binding, f"x = {place}.copy_(x)"),
         copied=tensor.bytes,
-        memory=extent - tensor.bytes,
+        memory=span - tensor.bytes,
     )
-    return [(step, after)]
+    return step, settled(replace(binding, tensor=after))
 
 
 def _nested(tensor: Geometry, inner: int, dims: list[int]) -> bool:

@@ -110,7 +110,7 @@ def _type_rule(tmap: TensorMap) -> Rule:
 def _rank_rules(tmap: TensorMap) -> list[Rule]:
     low = 1 if tmap.interleave == "none" else 3
     counts = {
-        "strides": (len(tmap.strides), tmap.rank - 1),
+        "strides": (len(tmap.strides), max(tmap.rank - 1, 0)),
         "box": (len(tmap.box), tmap.rank),
         "element strides": (len(tmap.steps), tmap.rank),
     }
@@ -128,7 +128,7 @@ def _rank_rules(tmap: TensorMap) -> list[Rule]:
         Rule(
             "lengths",
             ", ".join(f"{pair[0]} {name}" for name, pair in (wrong or counts).items()),
-            f"{tmap.rank} of each and {tmap.rank - 1} strides for {tmap.rank} dimensions",
+            f"{tmap.rank} of each and {max(tmap.rank - 1, 0)} strides for {tmap.rank} dimensions",
             not wrong,
             "list one entry a dimension; dimension 0 has no stride, since it is contiguous",
         ),

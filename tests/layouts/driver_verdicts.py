@@ -29,30 +29,42 @@ def recorded() -> list[tuple[TensorMap, bool, bytes]]:
     return found
 
 
+# The driver's name of each type; TMA moves bits, and takes others by their width.
+NAMES = {
+    "Uint8": "UINT8",
+    "Uint16": "UINT16",
+    "Uint32": "UINT32",
+    "Int32": "INT32",
+    "Uint64": "UINT64",
+    "Int64": "INT64",
+    "Float16": "FLOAT16",
+    "BFloat16": "BFLOAT16",
+    "Float32": "FLOAT32",
+    "Float64": "FLOAT64",
+}
+
+
 def encode(tmap: TensorMap) -> bytes | None:
     """The descriptor that this machine's driver makes of a map, or None where it refuses."""
     from cuda.bindings import driver
 
-    types = {
-        "Uint8": "UINT8",
-        "Uint16": "UINT16",
-        "Float16": "FLOAT16",
-        "BFloat16": "BFLOAT16",
-        "Float32": "FLOAT32",
-        "Int32": "INT32",
-    }
-    code = getattr(
-        driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{types[tmap.dtype.__name__]}"
-    )
+    by_width = f"Uint{tmap.dtype.width}"
+    name = NAMES.get(tmap.dtype.__name__) or NAMES[by_width]
+
+    def filled(values: tuple[int, ...], plain: int) -> list[int]:
+        # Where the driver's array would be null it refuses a null pointer, whatever the rank; a
+        # map of one dimension has no stride.
+        return list(values) or [plain]
+
     result, made = driver.cuTensorMapEncodeTiled(
-        code,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}"),
         tmap.rank,
         tmap.address,
-        [driver.cuuint64_t(s) for s in tmap.shape],
-        # A map of one dimension has no stride, yet the driver refuses a null pointer to none.
-        [driver.cuuint64_t(s) for s in tmap.strides or (0,)],
-        [driver.cuuint32_t(b) for b in tmap.box],
-        [driver.cuuint32_t(e) for e in tmap.steps],
+        [driver.cuuint64_t(s) for s in filled(tmap.shape, 1)],
+        # A stride below zero reaches the driver as the large number that has its bits.
+        [driver.cuuint64_t(s % 2**64) for s in filled(tmap.strides, 0)],
+        [driver.cuuint32_t(b) for b in filled(tmap.box, 1)],
+        [driver.cuuint32_t(e) for e in filled(tmap.steps, 1)],
         driver.CUtensorMapInterleave(INTERLEAVES.index(tmap.interleave)),
         driver.CUtensorMapSwizzle(SWIZZLES.index(tmap.swizzle)),
         driver.CUtensorMapL2promotion(L2_PROMOTIONS.index(tmap.l2_promotion)),
