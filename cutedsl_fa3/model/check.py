@@ -12,18 +12,23 @@ from .names import Names
 from .search import Finding, Process, Run
 from .shapes import size
 from .warp import Launch, WarpState
+from .works import Work, of_gemm, of_plan
 
 WARP = 32
 
 
 @dataclass
 class Outcome:
-    """One launch and CTA, run through: its faults, what its reads found, how much there was."""
+    """One launch and CTA, run through: its faults, what its reads found, how much there was.
+
+    `fills`: how often each tile was copied into shared memory.
+    """
 
     what: str
     findings: list[Finding]
     reads: Reads
     steps: int
+    fills: dict[str, int]
     programs: tuple[tuple[Any, ...], ...] = field(repr=False, default=())
     guesses: bool = False
 
@@ -61,30 +66,61 @@ class Verdict:
         return "\n".join(lines)
 
 
-def check_pipeline(kernel: Any, works: Iterable[tuple[str, Sequence[Any]]]) -> Verdict:
+def check_pipeline(
+    kernel: Any, works: Iterable[Work | Sequence[Any]] | None = None
+) -> Verdict:
     """Run the roles of a kernel on each piece of work and look at all interleavings.
 
-    `works`: what it is called, and the arguments of the compiled kernel without the stream: tensors
-    on the CPU (on torch's meta device where their values do not matter), numbers, None.
+    `kernel`: a plan, or a kernel as `compile_kernel` takes it. `works`: for each piece of work the
+    arguments of the compiled kernel without the stream: tensors on the CPU (on torch's meta device
+    where their values do not matter), numbers, None. Plans and GEMMs have works of their own.
 
     Raises: NotCovered; what tracing the kernel raises.
     """
+    kernel, works = _given(kernel, works)
     functions = program.read(kernel)
     outcomes = []
-    for what, args in works:
-        outcomes += run_work(kernel, functions, what, args)
+    for work in works:
+        outcomes += run_work(kernel, functions, work)
     return Verdict(getattr(kernel, "name", type(kernel).__name__), outcomes)
 
 
-def run_work(
-    kernel: Any, functions: dict[str, Any], what: str, args: Sequence[Any]
-) -> list[Outcome]:
-    """One outcome for each cluster of CTAs of each launch that hands anything over."""
+def _given(kernel: Any, works: Iterable[Any] | None) -> tuple[Any, list[Work]]:
+    """The kernel of a plan, and the works as such."""
+    from cutedsl_fa3.kernels.gemm import Gemm
+    from cutedsl_fa3.plans import Plan
+
+    if isinstance(kernel, Plan):
+        works = of_plan(kernel) if works is None else works
+        kernel = kernel.kernel
+    elif works is None and isinstance(kernel, Gemm):
+        works = of_gemm(kernel)
+    if works is None:
+        raise TypeError(
+            f"works = None: for {type(kernel).__name__} give the arguments of its launches, such "
+            "as [(tensor, tensor, number)]"
+        )
+    return kernel, [
+        work if isinstance(work, Work) else Work(f"work {number}", work)
+        for number, work in enumerate(works)
+    ]
+
+
+def run_work(kernel: Any, functions: dict[str, Any], work: Work) -> list[Outcome]:
+    """One outcome for each cluster of CTAs of each launch that hands anything over.
+
+    A launch without barriers comes before the others and writes what they read, so all of its CTAs
+    run.
+    """
     outcomes = []
-    for launch in host.launches(functions, args):
-        for first in clusters(launch):
+    for launch in host.launches(functions, work.args):
+        hands_over = program.hands_over(launch.function)
+        chosen = clusters(launch)[: work.ctas if hands_over else None]
+        for first in chosen:
             outcome = run_cluster(kernel, launch, first)
-            outcome.what = f"{what}, CTA {first}" if size(launch.grid) > 1 else what
+            if not hands_over and not outcome.findings:
+                continue
+            outcome.what = f"{work.what}, CTA {first}" if len(chosen) > 1 else work.what
             outcomes.append(outcome)
             if outcome.guesses:
                 other = run_cluster(kernel, launch, first, taken=True)
@@ -118,4 +154,14 @@ def run_cluster(
     reads = analyse(run)
     programs = tuple(tuple(process.taken) for process in processes)
     guesses = any(state.guesses for state in states)
-    return Outcome("", run.findings, reads, len(run.past), programs, guesses)
+    return Outcome("", run.findings, reads, len(run.past), fills(run), programs, guesses)
+
+
+def fills(run: Run) -> dict[str, int]:
+    """How often each tile of a ring was copied, by its name in the tables."""
+    found: dict[str, int] = {}
+    for access in run.accesses:
+        if access.kind == "copy":
+            for name in run.names.tiles(access.region):
+                found[name] = found.get(name, 0) + 1
+    return found

@@ -85,13 +85,24 @@ class Names:
         name = self.named.get(number % 16)
         return f"{where}named barrier {number % 16}" + (f" {name}" if name else "")
 
+    def tiles(self, region: Region) -> list[str]:
+        """The tiles of rings that lie in these bytes, by name."""
+        local = _local(region)
+        carried = {tile for ring in self.rings.values() for tile in ring.tiles}
+        found = [
+            name.split("'")[1]
+            for name, _, place in self.places
+            if name.startswith("tile") and overlap(place, local)
+        ]
+        return [name for name in dict.fromkeys(found) if name in carried]
+
     def region(self, region: Region) -> str:
         """What lies in these bytes, as in "tile 'k', stage 1"."""
         if not region:
             return "nothing"
         cta = region[0][0] // CTA_BYTES - 1
         where = f"CTA {cta} " if self.ctas > 1 else ""
-        local = tuple((lo % CTA_BYTES, (hi - 1) % CTA_BYTES + 1) for lo, hi in region)
+        local = _local(region)
         found = [
             name if stage is None else f"{name} stage {stage}"
             for name, stage, place in self.places
@@ -100,3 +111,8 @@ class Names:
         if not found:
             return f"{where}bytes {local[0][0]} to {local[-1][1]}"
         return where + " and ".join(dict.fromkeys(found))
+
+
+def _local(region: Region) -> Region:
+    """The same bytes as one CTA counts them."""
+    return tuple((lo % CTA_BYTES, (hi - 1) % CTA_BYTES + 1) for lo, hi in region)

@@ -464,6 +464,14 @@ def touches(node: Node) -> bool:
     )
 
 
+def hands_over(function: Function) -> bool:
+    """Whether a kernel has barriers or copies at all."""
+    return any(
+        node.op.startswith(("nvvm.mbarrier", "nvvm.barrier")) or "tma" in node.op
+        for node in _walk(function.body)
+    )
+
+
 def _walk(block: Block) -> Any:
     for node in block.nodes:
         yield node
@@ -481,7 +489,7 @@ def _prune(block: Block, needed: set[int], roots: dict[int, int], tracked: set[i
         if touches(node):
             mine = {roots[a] for a in node.args if a in roots}
             ways = {(root, "load" in node.op) for root in mine}
-            if ways <= seen and not mine & tracked:
+            if mine and ways <= seen and not mine & tracked:
                 continue
             seen |= ways
         elif node.blocks or node.op in EVENTS:

@@ -1,0 +1,95 @@
+"""Small pieces of work for the kernels of this package: every number of tiles up to a ring's turn.
+
+A ring of s slots is in the same state after s + 2 tiles as after more, but for the parity of its
+phases, so 0 to s + 2 tiles are what a model has to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from cutedsl_fa3.kernels.gemm import Gemm
+    from cutedsl_fa3.plans import Plan
+
+
+class Work(NamedTuple):
+    """What a piece of work is called, the kernel's arguments, and which CTAs to look at.
+
+    `ctas`: how many clusters from the first on; None for all.
+    """
+
+    what: str
+    args: Sequence[Any]
+    ctas: int | None = None
+
+
+def of_plan(plan: Plan, longest: int | None = None) -> Iterator[Work]:
+    """Forward calls that visit 0 to stages + 2 key tiles.
+
+    One head; as many keys as fill so many tiles, the queries of one tile, then as many queries as
+    keys. Where captured tensors decide tile by tile: one document, and one a tile.
+    """
+    s = plan.schedule
+    top = s.stages + 2 if longest is None else longest
+    for tiles in range(top + 1):
+        keys = tiles * s.tile_n
+        yield _forward(plan, f"{tiles} key tiles", s.tile_m, keys, None)
+    for tiles in range(1, top + 1):
+        keys = tiles * s.tile_n
+        for documents in (1, 2) if plan.by_tile else (1,):
+            many = f", {documents} documents" if plan.by_tile else ""
+            yield _forward(plan, f"{keys} queries and keys{many}", keys, keys, documents)
+    rows = 3 * s.tile_m
+    yield _forward(plan, f"{rows} queries and keys", rows, rows, 1)._replace(ctas=3)
+
+
+def _forward(plan: Plan, what: str, queries: int, keys: int, documents: int | None) -> Work:
+    problem, variant = plan.problem, plan.variant
+    element = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
+
+    def tensor(rows: int, cols: int) -> torch.Tensor:
+        return torch.empty(1, rows, 1, cols, dtype=element, device="meta")
+
+    table = plan.table_shape(1, 1, queries, keys)
+    visits = plan.visits_shape(1, 1, queries, keys)
+    args = (
+        tensor(queries, problem.head_dim),
+        tensor(keys, problem.head_dim),
+        tensor(keys, problem.head_dim_v),
+        tensor(queries, problem.head_dim_v),
+        torch.empty(1, 1, queries, device="meta") if variant.has_lse else None,
+        tuple(_capture(t, max(queries, keys, 1), documents) for t in variant.captures),
+        None if table is None else torch.zeros(table, dtype=torch.int32),
+        torch.zeros(visits, dtype=torch.int32) if plan.trace else None,
+        1.0,
+    )
+    return Work(what, args, 1)
+
+
+def _capture(tensor: torch.Tensor, length: int, documents: int | None) -> torch.Tensor:
+    """A captured tensor: lists of integers long enough, as so many documents; others as they are.
+
+    None: the list as it was given.
+    """
+    if tensor.is_floating_point():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if documents is None or tensor.dim() != 1 or tensor.dtype == torch.bool:
+        return tensor
+    even = length + length % 2
+    return (torch.arange(even) * documents // even).to(tensor.dtype)
+
+
+def of_gemm(kernel: Gemm) -> Iterator[Work]:
+    """Products of 1 to stages + 2 tiles along k, for one cluster."""
+    s = kernel.schedule
+    rows, cols = s.tile_m * s.cluster[0], s.tile_n * s.cluster[1]
+    element = torch.bfloat16 if "BFloat16" in kernel.dtype.__name__ else torch.float16
+    for tiles in range(1, s.stages + 3):
+        depth = tiles * kernel.tile_k
+        shapes = ((rows, depth), (cols, depth), (rows, cols))
+        args = tuple(torch.empty(shape, dtype=element, device="meta") for shape in shapes)
+        yield Work(f"{tiles} tiles along k", args)
