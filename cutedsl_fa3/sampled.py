@@ -138,8 +138,14 @@ class _Numbers:
 
     @cached_property
     def ratios(self) -> torch.Tensor:
-        """|error| / allowed; infinite where the number is not finite and should be."""
-        error = torch.where(self.got == self.exact, 0.0, (self.got - self.exact).abs())
+        """|error| / allowed; infinite where the number is NaN and should be none.
+
+        An output of infinity stands for the largest number of its type: what is near that may round
+        to either.
+        """
+        largest = torch.finfo(self.dtype).max
+        got = self.got.clamp(-largest, largest) if self.what == "output" else self.got
+        error = torch.where(got == self.exact, 0.0, (got - self.exact).abs())
         error = error.nan_to_num(nan=math.inf, posinf=math.inf)
         ratios = torch.where(error == 0, 0.0, error / self.allowed)
         return torch.where(self.counts, ratios, 0.0)

@@ -134,6 +134,18 @@ def test_a_result_that_is_not_finite_is_wrong_only_where_the_reference_is_finite
         assert caught.value.mismatch.row == AT[2] and caught.value.mismatch.error == math.inf
 
 
+def test_an_output_that_rounds_to_infinity_is_right_only_near_the_largest_number(compared):
+    q, k, v = (torch.zeros(1, n, 1, 8, dtype=torch.float16) for n in (1, 2, 2))
+    v[0, :, 0, 0], v[0, :, 0, 1] = torch.finfo(torch.float16).max, 1.0
+    variant = fa3.Variant(softmax=fa3.Elementwise(lambda s: s + 0.50005))
+    out = torch.zeros_like(q)
+    out[..., 0], out[..., 1] = math.inf, 1.0
+    assert sampled.compare(q, k, v, variant, 1.0, (out, None)) is None
+    out[..., 1] = math.inf
+    found = sampled.compare(q, k, v, variant, 1.0, (out, None))
+    assert found is not None and (found.column, found.error) == (1, math.inf)
+
+
 def test_values_that_no_query_may_see_do_not_widen_what_is_allowed(compared, monkeypatch):
     q, k, v = inputs()
     v[:, 85:] = math.nan
