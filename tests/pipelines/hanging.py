@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
+import filelock
 import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cutedsl_fa3 import cache
 from cutedsl_fa3.hang import Hang, watch
 from cutedsl_fa3.kernels.sm90.forward import ForwardSm90
 from cutedsl_fa3.layouts import Tile
 from cutedsl_fa3.pipelines import Barrier, Barriers, Ring, Role, Turns, WarpSpecialized
+from cutedsl_fa3.pipelines.watch import watched
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
 from cutedsl_fa3.variant import Variant
@@ -200,12 +205,6 @@ def arguments(kernel: Relay) -> tuple:
     return x, torch.zeros(rows, 64, device="cuda", dtype=torch.bfloat16), TILES
 
 
-def faulty_relay(fault: str) -> tuple:
-    """The kernel, and what it is launched with."""
-    kernel = Relay(fault)
-    return kernel, arguments(kernel)
-
-
 class FaultyForward(ForwardSm90):
     """The forward, whose ring of keys counts threads where warps arrive."""
 
@@ -214,12 +213,16 @@ class FaultyForward(ForwardSm90):
         self.rings["k"] = InThreads(("k",), plan.schedule.stages)
 
 
-def faulty_forward() -> tuple:
-    """The kernel, and what it is launched with."""
-    kernel = FaultyForward(Plan.default(Variant(), Problem("bf16", 64, 64)))
+def faulty_forward() -> FaultyForward:
+    """The kernel for the plain variant at head_dim 64."""
+    return FaultyForward(Plan.default(Variant(), Problem("bf16", 64, 64)))
+
+
+def forward_arguments(kernel: FaultyForward) -> tuple:
+    """What it is launched with."""
     q, k, v, o = (torch.randn(1, 2000, 4, 64, device="cuda").bfloat16() for _ in range(4))
     lse = torch.zeros(1, 4, 2000, device="cuda")
-    return kernel, (q, k, v, o, lse, None, None, None, 0.125)
+    return q, k, v, o, lse, None, None, None, 0.125
 
 
 def cuda_works() -> bool:
@@ -232,8 +235,16 @@ def cuda_works() -> bool:
 
 
 def main(fault: str, seconds: float = 0.5) -> None:
-    """Print the exception that a fault ends in, and after how many seconds."""
-    kernel, given = faulty_forward() if fault == "the forward" else faulty_relay(fault)
+    """Print the exception that a fault ends in, and after how many seconds.
+
+    Such processes may compile side by side, but use the GPU one after the other: recovering from
+    several traps at once, the driver has left a kernel running for minutes.
+    """
+    whole = fault == "the forward"
+    kernel = faulty_forward() if whole else Relay(fault)
+    cache.get(watched(kernel))
+    filelock.FileLock(Path(tempfile.gettempdir(), "cutedsl_fa3_hanging.lock")).acquire()
+    given = forward_arguments(kernel) if whole else arguments(kernel)
     torch.cuda.synchronize()
     start = time.monotonic()
     try:
