@@ -17,6 +17,8 @@ from cutedsl_fa3.pipelines import Schedule
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
 
+AT_ONCE = 8  # scores that are rounded together
+
 
 @dataclass(frozen=True)
 class Io:
@@ -135,5 +137,12 @@ class Fragments:
         wgmma.issue(self.pv, self.acc_o, p, v, accumulate=True)
 
     def round_p(self, acc_s: cute.Tensor) -> None:
-        """P in the input dtype, as the second product reads it."""
-        self.p.store(acc_s.load().to(self.p.element_type))
+        """P in the input dtype, as the second product reads it.
+
+        A few at a time: where all are converted at once the compiler may convert them one by one,
+        and wait before each instruction of the second product.
+        """
+        for first in range(0, cute.size(acc_s), AT_ONCE):
+            few = cute.make_layout(AT_ONCE)
+            rounded = cute.make_tensor(acc_s.iterator + first, few).load().to(self.p.element_type)
+            cute.make_tensor(self.p.iterator + first, few).store(rounded)
