@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import re
 
 from . import events as ev
 from .events import Event, Region, overlap, without
@@ -19,6 +19,25 @@ NOUNS = {
     "store": "a TMA store that reads",
     "read": "a read by threads of",
 }
+ORDER = (
+    "not initialised",
+    "initialised twice",
+    "bytes differ",
+    "too many arrivals",
+    "phase may end early",
+    "barrier used by two",
+    "out of turn",
+    "wrong phase",
+    "read before full",
+    "overwritten before read",
+    "two writers",
+    "fence missing",
+    "registers in use",
+    "proxy fence missing",
+    "deadlock",
+    "ends too soon",
+    "never read",
+)
 LONGEST = 16  # lines of a counter-example
 
 Reads = tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
@@ -32,15 +51,51 @@ def _meet(a: Region, b: Region) -> bool:
 def analyse(run: Run) -> Reads:
     """Add to a run's findings what its accesses show; what each read finds, for comparisons."""
     blocked = [p for p in run.processes if not p.done]
+    _bytes(run)
     if blocked:
         _deadlock(run, blocked)
     _ends(run, bool(blocked))
     reads = _accesses(run, bool(blocked))
-    run.findings.sort(key=lambda finding: finding.step)
+    _tidy(run)
+    return reads
+
+
+def _tidy(run: Run) -> None:
+    """One finding for what several warps do alike, the cause before its consequences."""
+    first: dict[tuple[str, str], Finding] = {}
+    for finding in sorted(run.findings, key=lambda f: (ORDER.index(f.kind), f.step)):
+        alike = re.sub(r"\b(warp|round|phase) -?\d+", r"\1", finding.text)
+        first.setdefault((finding.kind, alike), finding)
+    run.findings = list(first.values())
     for finding in run.findings:
         if not finding.trace:
             finding.trace = trace(run, finding)
-    return reads
+
+
+def _bytes(run: Run) -> None:
+    """Phases for which other bytes are announced than copied."""
+    announced: dict[int, list[list[int]]] = {}
+    for step, (_, event) in enumerate(run.what):
+        if event.kind == ev.EXPECT:
+            announced.setdefault(event.at, []).append([event.value, 0, step])
+        elif event.kind == ev.COPY:
+            for address, _ in event.targets:
+                if announced.get(address):
+                    announced[address][-1][1] += event.value
+    if run.names.ctas > 1:  # a copy of another CTA may come before the announcement
+        return
+    for address, phases in announced.items():
+        wrong = next((phase for phase in phases[:-1] if phase[0] != phase[1]), None)
+        last = phases[-1]
+        if wrong is None and last[0] != last[1] and run.mbarriers[address].tx:
+            wrong = last
+        if wrong is not None:
+            run.fault(
+                "bytes differ",
+                f"{run.names.barrier(address)}: {wrong[0]} B are announced, and {wrong[1]} B are "
+                "copied before the next announcement",
+                wrong[2],
+            )
 
 
 # Bytes.
@@ -60,7 +115,7 @@ def _accesses(run: Run, blocked: bool) -> Reads:
 
 
 def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
-    told: set[tuple[str, str, str]] = set()
+    told: set[tuple[str, ...]] = set()
     for write in writes:
         for other in accesses:
             if other is write or (other.kind in WRITES and other.begin > write.begin):
@@ -70,9 +125,8 @@ def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
             first, second = sorted((write, other), key=lambda a: a.begin)
             if first.end is not None and run.past[second.begin] >> first.end & 1:
                 continue
-            kind, text = _race(run, first, second)
-            place = run.names.region(write.region)
-            key = (kind, place, f"{first.kind} {second.kind}")
+            kind, text = _race(run, first, second, writes)
+            key = (kind, run.names.region(write.region), first.kind, second.kind)
             if key not in told:
                 told.add(key)
                 run.fault(kind, text, second.begin, first.begin)
@@ -86,23 +140,35 @@ def _clash(write: Access, other: Access) -> bool:
     return not by_threads or (write.exact and other.exact)
 
 
-def _race(run: Run, first: Access, second: Access) -> tuple[str, str]:
-    place = run.names.region(first.region if first.kind in WRITES else second.region)
+def _race(run: Run, first: Access, second: Access, writes: list[Access]) -> tuple[str, str]:
+    """What kind of a race two accesses are in; the second comes later in this order only."""
+    places = [run.names.region(a.region) for a in (first, second)]
     who = [run.names.who(*_place(run, a.who)) for a in (first, second)]
-    if second.kind in WRITES and first.kind not in WRITES:
-        # The reader has ended its part in an order that the writer does not wait for.
-        return "overwritten while read", (
-            f"{place}: {NOUNS[second.kind]} it by {who[1]} may come before {NOUNS[first.kind]} it "
-            f"by {who[0]} is done"
+    if first.kind in WRITES and second.kind in WRITES:
+        return "two writers", (
+            f"{places[0]}: {NOUNS[first.kind]} it by {who[0]} and {NOUNS[second.kind]} it by "
+            f"{who[1]} may meet"
         )
-    if first.kind in WRITES and second.kind not in WRITES:
-        return "read before full", (
-            f"{place}: {NOUNS[second.kind]} it by {who[1]} may come before {NOUNS[first.kind]} it "
-            f"by {who[0]} has landed"
+    write, read = (first, second) if first.kind in WRITES else (second, first)
+    past = run.past[read.begin]
+    earlier = any(
+        w is not write
+        and w.who == write.who
+        and w.end is not None
+        and past >> w.end & 1
+        and _meet(w.region, write.region)
+        for w in writes
+    )
+    by = {id(a): w for a, w in zip((first, second), who, strict=True)}
+    place = places[0] if write is first else places[1]
+    if earlier:
+        return "overwritten before read", (
+            f"{place}: {NOUNS[write.kind]} it by {by[id(write)]} may come before "
+            f"{NOUNS[read.kind]} it by {by[id(read)]} is done"
         )
-    return "two writers", (
-        f"{place}: {NOUNS[first.kind]} it by {who[0]} and {NOUNS[second.kind]} it by {who[1]} may "
-        "meet"
+    return "read before full", (
+        f"{place}: {NOUNS[read.kind]} it by {by[id(read)]} may come before {NOUNS[write.kind]} it "
+        f"by {by[id(write)]} is done"
     )
 
 
@@ -154,7 +220,8 @@ def _needs_proxy_fence(run: Run, write: Access, read: Access) -> None:
 
 def _unread(run: Run, accesses: list[Access], writes: list[Access]) -> None:
     """Copies that are overwritten, or left at the end, before anybody has read them."""
-    told: set[str] = set()
+    races = ("read before full", "overwritten before read", "two writers")
+    told = {f.text.partition(":")[0] for f in run.findings if f.kind in races}
     reads = [a for a in accesses if a.kind not in WRITES]
     for write in writes:
         if write.kind != "copy":
@@ -226,25 +293,21 @@ def _lands_at(run: Run, step: int, region: Region) -> bool:
 
 def _deadlock(run: Run, blocked: list[Process]) -> None:
     """Say who waits for what, and which role could give it."""
-    lines, kinds = [], Counter()
-    step = len(run.past) - 1
+    seen: dict[str, tuple[list[str], Event]] = {}
     for process in blocked:
-        event = process.event
-        assert event is not None
-        kinds[_waiting(run, event)] += 1
-    seen: dict[str, list[str]] = {}
-    reasons: dict[str, str] = {}
-    for process in blocked:
-        event = process.event
-        assert event is not None
-        key = _waiting(run, event)
-        seen.setdefault(key, []).append(run.who(process))
-        reasons[key] = _lacks(run, event)
-    for key, who in seen.items():
-        lines.append(f"{_many(who)}: {key} ({reasons[key]})")
-    run.fault("deadlock", f"{len(blocked)} warps wait for ever", step).trace = tuple(
-        [*lines, *_cause(run, blocked)]
-    )
+        assert process.event is not None
+        key = _waiting(run, process.event)
+        seen.setdefault(key, ([], process.event))[0].append(run.who(process))
+        barrier = run.mbarriers.get(process.event.at) if process.event.kind == ev.WAIT else None
+        if barrier is not None:
+            run.findings += barrier.doubts.values()
+            barrier.doubts.clear()
+    lines = [f"{_many(who)}: {key} ({_lacks(run, event)})" for key, (who, event) in seen.items()]
+    ended = [run.who(p) for p in run.processes if p.done]
+    if ended:
+        lines.append(f"{_many(ended)}: ended")
+    finding = run.fault("deadlock", f"{len(blocked)} warps wait for ever", len(run.past) - 1)
+    finding.trace = (*lines, *_cause(run, blocked))
 
 
 def _waiting(run: Run, event: Event) -> str:
@@ -262,7 +325,7 @@ def _lacks(run: Run, event: Event) -> str:
         parts = []
         if barrier.pending > 0:
             have = barrier.expected - barrier.pending
-            parts.append(f"{have} of {barrier.expected} arrivals")
+            parts.append(f"{have} of {barrier.expected} arrivals{_giver(run, event.at)}")
         if barrier.tx:
             announced = sum(b for _, _, b in barrier.counted if b > 0)
             moved = -sum(b for _, _, b in barrier.counted if b < 0)
@@ -271,6 +334,15 @@ def _lacks(run: Run, event: Event) -> str:
     number = CLUSTER if event.kind == ev.CLUSTER_WAIT else event.at
     meeting = run.rounds.get(number)
     return f"{meeting.arrived} of {meeting.expected} threads" if meeting else "nobody has come"
+
+
+def _giver(run: Run, address: int) -> str:
+    """The role whose arrivals a ring's mbarrier counts."""
+    end = run.names.end_of(address)
+    if end is None:
+        return ""
+    ring = run.names.rings[end[0]]
+    return f" from {ring.producer if end[1] == 'full' else ring.consumer}"
 
 
 def _cause(run: Run, blocked: list[Process]) -> list[str]:
@@ -321,51 +393,62 @@ def describe(run: Run, step: int) -> str | None:
     """What a step does, without who; None for what no counter-example needs."""
     event, names = run.what[step][1], run.names
     if event.kind == ev.WAIT:
-        return f"sees {names.barrier(event.at)} end a phase (parity {event.value})"
+        return f"pass {names.barrier(event.at)}, parity {event.value}"
     if event.kind == ev.ARRIVE:
-        return f"arrives at {names.barrier(event.at)}"
+        return f"arrive at {names.barrier(event.at)}"
     if event.kind == ev.EXPECT:
-        return f"announces {event.value} B on {names.barrier(event.at)}"
+        return f"announce {event.value} B on {names.barrier(event.at)}"
     if event.kind == ev.COPY:
-        return f"issues a copy of {event.value} B to {names.region(event.targets[0][1])}"
+        return f"issue a copy of {event.value} B to {names.region(event.targets[0][1])}"
     if event.kind == "landed":
-        return f"(copy engine) {event.value} B have landed in {names.region(event.targets[0][1])}"
+        return f"{event.value} B land in {names.region(event.targets[0][1])}"
     if event.kind == ev.PRODUCT:
-        return f"issues WGMMA on {names.region(event.region)}"
+        return f"issue WGMMA on {names.region(event.region)}"
     if event.kind == ev.RETIRE:
-        return f"waits for its WGMMAs (but {event.value} groups)"
+        return f"wait until {event.value} groups of WGMMA are left"
     if event.kind in (ev.READ, ev.WRITE, ev.STORE):
-        verb = {ev.READ: "reads", ev.WRITE: "writes", ev.STORE: "stores by TMA"}[event.kind]
+        verb = {ev.READ: "read", ev.WRITE: "write", ev.STORE: "store by TMA"}[event.kind]
         return f"{verb} {names.region(event.region)}"
     if event.kind in (ev.SYNC, ev.SIGNAL):
-        return f"comes to {names.named_barrier(event.at)}"
-    return "ends" if event.kind == ev.END else None
+        return f"come to {names.named_barrier(event.at)}"
+    return "end" if event.kind == ev.END else None
 
 
 def trace(run: Run, finding: Finding) -> tuple[str, ...]:
-    """An interleaving that leads to a fault: what must have come before its steps, and no more."""
-    wanted = run.past[finding.step]
-    for other in finding.others:
-        wanted |= run.past[other]
+    """An interleaving that leads to a fault: what must have come before its steps, and no more.
+
+    Steps at other barriers and tiles than the fault names are left out.
+    """
     near = {finding.step, *finding.others}
-    lines: list[tuple[str, list[str]]] = []
-    previous: tuple[int, str] | None = None
+    wanted = 0
+    for step in near:
+        wanted |= run.past[step]
+    named = re.findall(r"'\w+'", finding.text)
+    lines: list[tuple[str, list[str], int]] = []
     for step in range(len(run.past)):
-        if not (wanted >> step & 1 or step in near):
+        if not wanted >> step & 1:
             continue
         text = describe(run, step)
-        if text is None:
+        if text is None or (step not in near and named and not any(n in text for n in named)):
             continue
-        who = run.what[step][0]
-        if previous == (who, text):
-            continue
-        previous = (who, text)
-        name = run.names.who(*_place(run, who))
-        same = next((names for t, names in reversed(lines[-6:]) if t == text), None)
-        if same is not None and name not in same:
-            same.append(name)
-        else:
-            lines.append((text, [name]))
-    short = lines[-LONGEST:]
-    made = [f"{_many(names)} {text}" for text, names in short]
-    return tuple(["...", *made] if len(lines) > LONGEST else made)
+        who, event = run.what[step]
+        name = "copy engine 0" if event.kind == "landed" else run.names.who(*_place(run, who))
+        _add_line(run, lines, text, name, step)
+    made = [f"{_many(names)}: {text}".replace("engine 0", "engine") for text, names, _ in lines]
+    return tuple(["...", *made[-LONGEST:]] if len(made) > LONGEST else made)
+
+
+def _add_line(
+    run: Run, lines: list[tuple[str, list[str], int]], text: str, name: str, step: int
+) -> None:
+    """Add a step, to the line of others that do the same if it may come as early as theirs."""
+    latest = next((text for text, names, _ in reversed(lines) if name in names), None)
+    if latest == text:
+        return
+    for what, names, first in reversed(lines):
+        if what == text and name not in names:
+            names.append(name)
+            return
+        if run.past[step] >> first & 1:
+            break
+    lines.append((text, [name], step))

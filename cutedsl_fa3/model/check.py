@@ -66,9 +66,7 @@ class Verdict:
         return "\n".join(lines)
 
 
-def check_pipeline(
-    kernel: Any, works: Iterable[Work | Sequence[Any]] | None = None
-) -> Verdict:
+def check_pipeline(kernel: Any, works: Iterable[Work | Sequence[Any]] | None = None) -> Verdict:
     """Run the roles of a kernel on each piece of work and look at all interleavings.
 
     `kernel`: a plan, or a kernel as `compile_kernel` takes it. `works`: for each piece of work the

@@ -172,7 +172,13 @@ class Run:
 
     # Mbarriers.
 
-    def _barrier(self, process: Process, event: Event, step: int) -> Mbarrier | None:
+    def _barrier(
+        self, process: Process, event: Event, step: int, before: int | None = None
+    ) -> Mbarrier | None:
+        """The mbarrier of an event; a fault where it may not be initialised yet.
+
+        `before`: the past of the process without what the event itself brings.
+        """
         barrier = self.mbarriers.get(event.at)
         if barrier is None:
             self.fault(
@@ -182,7 +188,7 @@ class Run:
                 step,
             )
             return None
-        if not process.past >> barrier.init & 1:
+        if not (process.past if before is None else before) >> barrier.init & 1:
             self.fault(
                 "not initialised",
                 f"{self.who(process)} may use {self.names.barrier(event.at)} before it is "
@@ -239,7 +245,7 @@ class Run:
                     step,
                 ),
             )
-        if arrivals > barrier.pending:
+        if 0 < arrivals > barrier.pending:
             self.fault(
                 "too many arrivals",
                 f"{name}, phase {phase}: {self.who(process)} brings {arrivals} arrivals where "
@@ -263,11 +269,15 @@ class Run:
         for wait in barrier.waits.get(barrier.phase - 1, []):
             if not barrier.clock >> wait & 1:
                 waiting = self.processes[self.what[wait][0]]
+                passed = (
+                    f"has seen that phase {barrier.phase - 1} has"
+                    if barrier.phase
+                    else "looks, which takes the beginning for the end of a phase"
+                )
                 self.fault(
                     "wrong phase",
                     f"{self.names.barrier(address)}: phase {barrier.phase} may end before "
-                    f"{self.who(waiting)} has seen that phase {barrier.phase - 1} has; its wait "
-                    "then takes one for the other",
+                    f"{self.who(waiting)} {passed}; its wait is for the wrong parity then",
                     step,
                     wait,
                 )
@@ -284,7 +294,7 @@ class Run:
         extra = barrier.ended[seen] if barrier is not None and seen >= 0 else 0
         before = process.past
         step = self.step(process, event, extra)
-        barrier = self._barrier(process, event, step)
+        barrier = self._barrier(process, event, step, before)
         if barrier is None:
             return True
         for phase, doubt in list(barrier.doubts.items()):
