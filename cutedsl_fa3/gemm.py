@@ -11,6 +11,7 @@ import torch
 from . import cache, hang
 from .errors import LayoutError, Unsupported
 from .kernels.sm90.gemm import GemmSm90
+from .layouts import explain, refusal
 from .pipelines import Schedule
 
 # Two warpgroups hold a 128 x 256 fp32 accumulator in 240 registers each; its A and B tiles fit
@@ -96,7 +97,8 @@ def _check_addressable(name: str, matrix: torch.Tensor, kernel: GemmSm90) -> Non
     try:
         kernel.tiles[name].tensor_map(matrix.data_ptr(), (cols, rows), (stride,)).check()
     except LayoutError as error:
-        raise LayoutError(f"{name} {tuple(matrix.shape)}: {error}") from None
+        diagnosis = explain(matrix, kernel.tiles[name], name=name)
+        raise refusal(diagnosis, f"{tuple(matrix.shape)}: {error}") from None
 
 
 def _check_device(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Collection
 
 import torch
 
-from .errors import LayoutError, Unsupported
-from .layouts import Diagnosis, Tile, explain
+from .errors import Unsupported
+from .layouts import Diagnosis, Tile, explain, refusal
 from .pipelines import MAX_GRID, Schedule
 from .problem import DTYPES, Problem
 from .variant import Ref, Variant
@@ -256,7 +256,7 @@ def addressable(name: str, t: torch.Tensor) -> torch.Tensor:
     size, row = t.element_size(), t.shape[3]
     if t.stride(3) != 1:
         why = f"has stride {t.stride(3)} along head_dim: 1 is needed; use {name}.contiguous()"
-        _refuse(name, t, why)
+        raise refusal(_diagnosis(name, t), why)
     given = t.stride()[:3]
     legal = [s * size % ALIGNED == 0 and s * size < FARTHEST for s in given]
     strides = tuple(
@@ -277,30 +277,19 @@ def _refuse_address(name: str, t: torch.Tensor, strides: list[int]) -> None:
     batch, seqlen, heads = strides
     # A contiguous tensor at a wrong address would be returned by .contiguous() as it is.
     way = f"{name}.clone()" if t.is_contiguous() else f"{name}.contiguous()"
-    rules = _diagnosis(name, t).broken
-    broken = "; ".join(f"{r.name}: given {r.value}, allowed {r.limit}" for r in rules)
+    diagnosis = _diagnosis(name, t)
+    broken = "; ".join(
+        f"{rule.name}: given {rule.value}, allowed {rule.limit}" for rule in diagnosis.broken
+    )
     given = f"strides of {batch}, {seqlen}, {heads} bytes (batch, seqlen, heads)"
-    _refuse(name, t, f"{tuple(t.shape)} with {given}: {broken}; copy it with {way}")
+    why = f"{tuple(t.shape)} with {given}: {broken}; copy it with {way}"
+    raise refusal(diagnosis, why)
 
 
 def _diagnosis(name: str, t: torch.Tensor) -> Diagnosis:
     """What the doctor says of a tensor, in tiles as small as any kernel's."""
     element = Problem(NAMES[t.dtype], t.shape[3], t.shape[3]).element
     return explain(t, Tile(64, 64, element), name=name)
-
-
-def _refuse(name: str, t: torch.Tensor, why: str) -> None:
-    """Raise a short error that carries the whole diagnosis, and names the command that prints it.
-
-    Raises: LayoutError.
-    """
-    diagnosis = _diagnosis(name, t)
-    error = LayoutError(
-        f"{name} {why}. Every rule and other ways out: print(error.diagnosis), or "
-        f"{diagnosis.command}"
-    )
-    error.diagnosis = diagnosis
-    raise error
 
 
 def launchable(t: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import copy_engine
 from .copy_engine import GlobalTensor
-from .doctor import Diagnosis, encoded, explain
+from .doctor import Diagnosis, encoded, explain, refusal
 from .errors import LayoutError
 from .geometry import Geometry
 from .host import host_cute
@@ -57,6 +57,7 @@ __all__ = [
     "explain",
     "host_cute",
     "picture",
+    "refusal",
     "traffic",
     "transposed",
     "widest",

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .binding import Binding, bind
+from .errors import LayoutError
 from .geometry import ABBREVIATIONS, Geometry
 from .remedies import Remedy, remedies
 from .sectors import SECTOR, Traffic, last_box, traffic
@@ -209,6 +210,16 @@ class Diagnosis:
         return _X.sub(self.name, code)
 
 
+def refusal(diagnosis: Diagnosis, why: str) -> LayoutError:
+    """A short error that carries the whole diagnosis, and names the command that prints it."""
+    error = LayoutError(
+        f"{diagnosis.name} {why}. Every rule and other ways out: print(error.diagnosis), or "
+        f"{diagnosis.command}"
+    )
+    error.diagnosis = diagnosis
+    return error
+
+
 _X = re.compile(r"\bx\b")
 _BY = {
     "driver": "the driver",
@@ -255,7 +266,10 @@ def misread(binding: Binding) -> list[str]:
             past = "what lies past them would be filled"
             if kept > given:
                 past = "memory past the end would be read"
-            said.append(f"{kept} elements instead of {given} in dimension {number}: {past}")
+            said.append(
+                f"{kept} elements instead of {given} in dimension {number}: {past} (refused where "
+                "sizes are left to run time)"
+            )
     inner = tensor.strides[binding.inner]
     if inner != size and tensor.shape[binding.inner] > 1:
         said.append(

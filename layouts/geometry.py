@@ -51,8 +51,8 @@ class Geometry:
     `dtype` is a cutlass type, or the name of a type that cutlass lacks. `address` is None where
     there is no memory yet, as for a meta tensor: it then counts as aligned. `before` are bytes of
     the same storage in front of it. `library` is "torch" or "numpy" where changes can be said in
-    its words. `lazy` names what the library does to elements when it reads them ("negates",
-    "conjugates"), which a copy engine does not.
+    its words. `lazy` names what the library does to elements when it reads them (it "negates",
+    "conjugates" or "swaps the bytes of" them), which a copy engine does not.
 
     Shape: dimensions in the library's order, usually the contiguous one last.
     Units: `strides`, `itemsize`, `address` and `before` in bytes.
@@ -147,6 +147,8 @@ def _of_torch(tensor: object) -> Geometry:
             f"tensor is a {kind} tensor: a dense one is needed, strided as it may be; the parts it "
             "is stored as (values, indices) are such"
         )
+    if getattr(tensor, "is_quantized", False):
+        raise LayoutError("tensor is quantized: give the integers it holds, x.int_repr()")
     size = tensor.element_size()
     address = _address(tensor)
     offset = getattr(tensor, "storage_offset", lambda: 0)() * size
@@ -169,7 +171,8 @@ def _of_torch(tensor: object) -> Geometry:
 
 def _address(tensor: object) -> int | None:
     """Where the first element lies; None for meta and fake tensors, and where nothing lies."""
-    if type(tensor).__name__ == "FakeTensor":  # which warns where its address is asked for
+    # A fake tensor warns where its address is asked for; a part of a meta tensor has an offset.
+    if type(tensor).__name__ == "FakeTensor" or str(getattr(tensor, "device", "")) == "meta":
         return None
     try:
         return tensor.data_ptr() or None
@@ -181,11 +184,18 @@ def _of_array(array: object, interface: dict) -> Geometry:
     """Of the protocol that numpy and cupy arrays speak, in which strides None means dense."""
     shape, dtype = tuple(interface["shape"]), array.dtype
     name, size = getattr(dtype, "name", str(dtype)), int(dtype.itemsize)
+    if name == "object":
+        raise LayoutError("tensor holds Python objects: there is nothing in its memory to copy")
     strides = interface.get("strides")
     if strides is None:
         strides = dense_strides(shape, size, range(len(shape)))
     library = "numpy" if type(array).__module__.partition(".")[0] == "numpy" else ""
-    # numpy calls a text or a record by its width in bits; it has no such number.
     return Geometry(
-        shape, tuple(int(s) for s in strides), name, interface["data"][0] or None, size, library
+        shape,
+        tuple(int(s) for s in strides),
+        name,
+        interface["data"][0] or None,
+        size,
+        library,
+        lazy="" if getattr(dtype, "isnative", True) else "swaps the bytes of",
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from .binding import Binding, round_up, settled
 from .geometry import CUTLASS_NAMES, Geometry, dense_strides, element
 from .retile import Change, Step, chunk, torch_code, with_tile
+from .swizzle import CHUNK
 
 TORCH_NAMES = {name: ours for ours, name in CUTLASS_NAMES.items()}
 FARTHEST = 2**40  # bytes of a stride; source: the same
@@ -174,7 +175,8 @@ def _misplaced(binding: Binding) -> bool:
 def _far(binding: Binding) -> list[int]:
     """The dimensions whose stride no map can hold, and that have a second index to go to."""
     pairs = enumerate(zip(binding.tensor.shape, binding.tensor.strides, strict=True))
-    return [d for d, (size, stride) in pairs if size > 1 and stride >= FARTHEST]
+    far = [d for d, (size, stride) in pairs if size > 1 and stride >= FARTHEST]
+    return [d for d in far if d != binding.inner]  # of which a map says no stride
 
 
 def _order(binding: Binding) -> list[int]:
@@ -192,10 +194,14 @@ def copied(binding: Binding) -> list[Change]:
     """A copy without gaps, the innermost dimension as it was."""
     tensor = binding.tensor
     strides = dense_strides(tensor.shape, tensor.itemsize, _order(binding))
-    method = ".clone()" if strides == tensor.strides or tensor.is_dense else ".contiguous()"
-    code = f"x = x{_resolved(tensor)}{method if method == '.clone()' else last(binding, method)}"
+    if binding.inner != len(tensor.shape) - 1:  # always a copy, whatever torch calls contiguous
+        method = last(binding, ".clone(memory_format=torch.contiguous_format)")
+    else:
+        method = ".clone()" if tensor.is_dense else ".contiguous()"
+    code = f"x = x{_resolved(tensor)}{method}"
     if tensor.library == "numpy":
-        code = "x = x.copy()" if binding.inner == len(tensor.shape) - 1 else ""
+        method = '.astype(x.dtype.newbyteorder("="), order="C")' if tensor.lazy else ".copy()"
+        code = f"x = x{method}" if binding.inner == len(tensor.shape) - 1 else ""
     elif tensor.library != "torch":
         code = ""
     words = f"copy it without gaps: {tensor.bytes} bytes, strides of {_list(strides)} bytes"
@@ -242,14 +248,12 @@ def _copied_into(
     span = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + tensor.itemsize
     size = f"{row} bytes ({row // tensor.itemsize} elements)"
     if strides == tensor.strides:
-        words = "copy it elsewhere as it is"
+        words = "copy it elsewhere as it lies"
     elif compact:
-        held = tensor.shape[binding.inner] * tensor.itemsize
-        words = f"copy it with rows of {held} bytes padded to {size}"
+        words = f"pad the row to {size} and leave no other gap"
     else:
-        given = min(tensor.strides[d] for d in dims)
-        words = f"pad the row to {size} instead of {given}"
-    words += f": strides of {_list(strides)} bytes, or make it so in the first place"
+        words = f"pad the row to {size} instead of {min(tensor.strides[d] for d in dims)}"
+    words += f": allocate it with strides of {_list(strides)} bytes, or copy it into such memory"
     place = f"x.new_empty_strided({tensor.shape}, {_elements(tensor, strides)})"
     after = replace(tensor, strides=strides, address=None, before=0, lazy="")
     step = Step(
@@ -300,7 +304,7 @@ def apart(binding: Binding, movable: bool) -> list[Change]:
     Where a copy is possible, only of one of which a box holds a single index anyway.
     """
     far = _far(binding)
-    if not far or far[0] == binding.inner or (movable and binding.box[far[0]] > 1):
+    if not far or (movable and binding.box[far[0]] > 1):
         return []
     return [pieces(binding, far[0], 1)]
 
@@ -310,10 +314,22 @@ def pieces(binding: Binding, dim: int, length: int) -> Change:
     tensor = binding.tensor
     count = -(-tensor.shape[dim] // length)
     shape = tuple(length if d == dim else n for d, n in enumerate(tensor.shape))
+    one = part(replace(tensor, shape=shape), length * tensor.strides[dim], _unit(binding))
     words = f"use {count} maps, each of {length} along dimension {dim}"
     code = torch_code(binding, f"xs = x.split({length}, dim={dim})")
-    part = replace(binding, tensor=replace(tensor, shape=shape), maps=binding.maps * count)
-    return Step("split the tensor", words, code), settled(part)
+    after = settled(replace(binding, tensor=one, maps=binding.maps * count))
+    return Step("split the tensor", words, code), after
+
+
+def part(tensor: Geometry, step: int, unit: int = CHUNK) -> Geometry:
+    """One of several parts that begin `step` bytes apart: the second, if only the first is aligned.
+
+    What mends that one mends all, but for an earlier start, which would be another for each.
+    """
+    address = tensor.address
+    if step % unit and (address or 0) % unit == 0:
+        address = (address or 0) + step
+    return replace(tensor, address=address, before=0)
 
 
 def mend_coordinates(binding: Binding) -> list[Change]:

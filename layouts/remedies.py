@@ -59,7 +59,7 @@ MEND: dict[str, Callable[[Binding], list[Change]]] = {
     "size": mend_coordinates,
     "int32 coordinates": mend_coordinates,
 }
-MOST_STEPS = 12
+MOST_STEPS = 24
 MOST_TRIED = 500
 SHOWN = 3
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .binding import Binding, round_up
 from .geometry import Geometry
-from .relayout import copied
+from .relayout import copied, part
 from .retile import Change, Step, torch_code, with_box
 from .swizzle import CHUNK
 
@@ -16,7 +16,7 @@ RANK = 5  # dimensions of a tensor map; source: cuTensorMapEncodeTiled
 def mend_rank(binding: Binding) -> list[Change]:
     """Drop a dimension of size 1, merge two without copying, copy and merge, or map one by one."""
     if binding.tensor.shape == ():
-        return [_raised(binding)]
+        return [_grown(binding)]
     if len(binding.tensor.shape) <= RANK:  # an interleaved map, which needs three
         after = replace(binding, modes={**binding.modes, "interleave": "none"})
         return [(Step("mode", "use interleave none", "interleave = 'none'"), after)]
@@ -52,7 +52,7 @@ def _is_whole(binding: Binding, dim: int) -> bool:
     return dim != binding.rows and binding.tensor.shape[dim] % max(binding.box[dim], 1) == 0
 
 
-def _raised(binding: Binding) -> Change:
+def _grown(binding: Binding) -> Change:
     size = binding.tensor.itemsize
     if binding.tile is None:
         tensor = replace(binding.tensor, shape=(1,), strides=(size,))
@@ -72,7 +72,7 @@ def mend_dimensions(binding: Binding) -> list[Change]:
     """A tile on a vector: one row of a matrix."""
     tensor = binding.tensor
     if tensor.shape == ():
-        return [_raised(binding)]
+        return [_grown(binding)]
     row = round_up(tensor.shape[0] * tensor.itemsize, CHUNK)
     matrix = replace(tensor, shape=(1, *tensor.shape), strides=(row, *tensor.strides))
     steps = None if binding.steps is None else (1, *binding.steps)
@@ -109,6 +109,9 @@ def _without(binding: Binding, dim: int, how: str) -> Change:
         strides=tuple(tensor.strides[d] for d in others),
     )
     after = _dropped(binding, dim, fewer, [binding.box[d] for d in others])
+    if how == "unbind":
+        fewer = part(fewer, tensor.strides[dim])
+        after = replace(after, tensor=fewer)
     if how == "squeeze":
         words, code = f"drop dimension {dim}, whose size is 1", f"x = x.squeeze({dim})"
     else:

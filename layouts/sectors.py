@@ -54,7 +54,8 @@ class Traffic:
 
     def __str__(self) -> str:
         where = ", ".join(map(str, self.coordinate))
-        text = f"at ({where}): {self.read} bytes read in {self.sectors} sectors of {SECTOR}"
+        sectors = f"{self.sectors} sector{'' if self.sectors == 1 else 's'} of {SECTOR}"
+        text = f"at ({where}): {self.read} bytes read in {sectors}"
         text += f", {self.wasted} more than they need" if self.wasted else ""
         return text + (f"; {self.filled} bytes filled" if self.filled else "")
 

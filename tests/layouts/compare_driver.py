@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import geometries
+import torch
 from driver_verdicts import encode
 
 from cutedsl_fa3 import bench, record
@@ -145,6 +146,15 @@ def compare(encoded: Encode, seed: int, count: int) -> tuple[Comparison, list[bo
     return found, changes, wrong
 
 
+def ready() -> None:
+    """Check that there is a GPU, and make the context in which the driver encodes.
+
+    Raises: NoDevice.
+    """
+    bench.require_gpu()
+    torch.zeros(1, device="cuda")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Compare, print, write a record; 0 if all agree, 1 if not or no GPU, 2 if refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -155,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--allow-dirty", action="store_true", help="record uncommitted changes")
     options = parser.parse_args(arguments)
     try:
-        bench.require_gpu()
+        ready()
         meta = record.collect(options.commit, options.allow_dirty)
     except record.RecordError as error:
         print(f"refused: {error}", file=sys.stderr)
@@ -163,9 +173,6 @@ def main(arguments: list[str] | None = None) -> int:
     except bench.NoDevice as error:
         print(f"compare_driver: {error}", file=sys.stderr)
         return 1
-    import torch
-
-    torch.zeros(1, device="cuda")  # the driver encodes within a context
     found, changes, wrong = compare(encode, options.seed, options.count)
     meta |= meta_of(found, changes, options.seed) | {"count": options.count}
     written = record.Record(meta, found.rows).write(record.place(meta, options.out, "doctor"))

@@ -116,6 +116,25 @@ def test_values_that_the_library_negates_or_conjugates_on_reading_are_refused():
 
 
 @pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(640, dtype=np.float32).reshape(10, 64)[:, ::-1],
+        np.arange(640, dtype=np.float32).reshape(10, 64)[::-1],
+        np.arange(640, dtype=">f4").reshape(10, 64),
+        np.arange(640, dtype=np.float32).reshape(64, 10).T,
+    ],
+    ids=["columns", "rows", "bytes", "transposed"],
+)
+def test_arrays_with_strides_below_zero_and_foreign_bytes_are_mended_in_words_of_numpy(x):
+    found = explain(x, (8, 64))
+    assert not found.legal
+    scope = {"x": x}
+    exec(found.remedies[0].code, scope)
+    assert explain(scope["x"], (8, 64)).legal
+    assert np.array_equal(scope["x"], x) and scope["x"].dtype.isnative
+
+
+@pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: explain(torch.zeros(8, 64)), "give one of both"),
@@ -127,6 +146,7 @@ def test_values_that_the_library_negates_or_conjugates_on_reading_are_refused():
         (lambda: explain(torch.zeros(8, 64), (8, 64), fill="nan"), "fill: no field of a map"),
         (lambda: explain([1, 2], (8, 64)), "tensor = list"),
         (lambda: explain(torch.zeros(8, 64).to_sparse(), (8, 64)), "sparse_coo tensor"),
+        (lambda: explain(np.array([[object()]]), (8, 64)), "Python objects"),
         (lambda: Geometry((1, 2), (2,), "bf16"), "one stride a dimension"),
         (lambda: Geometry((1, 2), (4, 2), "bf17"), "size of its elements is not known"),
         (
@@ -184,6 +204,13 @@ def test_the_1022_bytes_that_become_1008_are_told_with_what_would_be_read():
         "(7 elements) early"
     ) in text
     assert "pad the row to 1024 bytes (512 elements) instead of 1022" in text
+
+
+def test_a_static_size_beyond_32_bits_wraps_in_silence_as_the_doctor_says():
+    view = numpy_view(2**33 + 5, 128)
+    found = explain(view, Tile(64, 64, cutlass.Float16))
+    made = TensorMap.from_bytes(dump(view, (64, 64), SW128, False), cutlass.Float16)
+    assert made == found.encoded and made.shape == (64, 5)
 
 
 def test_addresses_sizes_and_inner_strides_that_are_lost_in_silence_are_told():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from pathlib import Path
 
+import compare_driver
 import geometries
 import pytest
 import torch
@@ -12,7 +15,7 @@ from compare_driver import bits, compare, compared, proposed
 from driver_verdicts import encode
 
 from cutedsl_fa3.layouts import TensorMap
-from cutedsl_fa3.record import DATA
+from cutedsl_fa3.record import DATA, META
 
 
 def pretended(tmap: TensorMap) -> bytes | None:
@@ -69,6 +72,39 @@ def test_recorded_verdicts_read_back_as_they_were():
     verdicts = [True, False, False, True, True, False, True]
     maps = geometries.maps(3, 14)[:7]
     assert bits(compared(maps, verdicts).bits) == verdicts
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, dict]]:
+    """What the command returns and writes beside a pretended driver."""
+
+    def run(driver: Callable[[TensorMap], bytes | None]) -> tuple[int, dict]:
+        meta = {name: name.upper() for name in META} | {"date": "2026-11-30T12:00:00+00:00"}
+        monkeypatch.setattr(compare_driver, "ready", lambda: None)
+        monkeypatch.setattr(compare_driver.record, "collect", lambda commit, dirty: dict(meta))
+        monkeypatch.setattr(compare_driver, "encode", driver)
+        code = compare_driver.main(["--count", "400", "--out", str(tmp_path / "one.json")])
+        return code, json.loads((tmp_path / "one.json").read_text())
+
+    return run
+
+
+def test_the_command_writes_a_record_from_which_every_verdict_can_be_checked_again(written):
+    code, record = written(pretended)
+    assert code == 0
+    meta, rows = record["meta"], record["rows"]
+    asked = geometries.maps(meta["seed"], meta["count"])
+    assert bits(meta["verdicts"]) == [pretended(tmap) is not None for tmap in asked]
+    assert meta["accepted_by_us_and_refused_by_the_driver"] == 0
+    beyond = {row["rule"]: row for row in rows if row["accepted"]}
+    assert {row["source"] for row in beyond.values()} <= {"documented", "instruction"}
+    assert all(row["reason"] for row in beyond.values())
+
+
+def test_the_command_fails_where_a_verdict_differs(written):
+    code, record = written(lambda tmap: None)
+    assert code == 1
+    assert record["meta"]["accepted_by_us_and_refused_by_the_driver"] > 0
 
 
 def test_every_recorded_verdict_agrees_with_the_rules_of_today():

@@ -122,7 +122,7 @@ def test_each_change_proposed_for_a_torch_view_makes_every_rule_hold_when_it_is_
     hold(x, data.draw(asked(x)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(st.data())
 def test_each_change_proposed_for_a_tensor_beyond_32_bits_makes_every_rule_hold(data):
     x = data.draw(far_views())
