@@ -164,7 +164,7 @@ class Diagnosis:
         for number, axis in enumerate(b.axes):
             lines.append(_line(f"dimension {number}", _dimension(b, number, axis)))
         lines += [
-            _line("box", _box(tmap)),
+            _line("box", _box(b)),
             _line("swizzle", _swizzled(tmap)),
             _line("interleave", tmap.interleave),
             _line("out of bounds", f"filled with {tmap.oob_fill}, and counted by the mbarrier"),
@@ -263,13 +263,10 @@ def misread(binding: Binding) -> list[str]:
             )
     for number, (given, kept) in enumerate(zip(asked.shape, told.shape, strict=True)):
         if given != kept:
-            past = "what lies past them would be filled"
-            if kept > given:
-                past = "memory past the end would be read"
-            said.append(
-                f"{kept} elements instead of {given} in dimension {number}: {past} (refused where "
-                "sizes are left to run time)"
-            )
+            past = "memory past the end would be read (refused where sizes are static)"
+            if kept < given:
+                past = "what lies past them would be filled (refused where sizes are not static)"
+            said.append(f"{kept} elements instead of {given} in dimension {number}: {past}")
     inner = tensor.strides[binding.inner]
     if inner != size and tensor.shape[binding.inner] > 1:
         said.append(
@@ -321,11 +318,11 @@ def _dimension(binding: Binding, number: int, axis: int) -> str:
     return text + (f"; every {tmap.steps[number]}th" if tmap.steps[number] != 1 else "")
 
 
-def _box(tmap: TensorMap) -> str:
+def _box(binding: Binding) -> str:
+    tmap, size = binding.map, binding.element_bytes  # the map's own has no size if unknown to TMA
     extents = " x ".join(map(str, tmap.box)) or "none"
-    inner = tmap.box[0] * tmap.element_bytes if tmap.box else 0
-    rows = math.prod(tmap.box[1:])
-    return f"{extents}: {_count(rows, 'row')} of {inner} bytes, {tmap.bytes_per_box} in all"
+    rows, inner = math.prod(tmap.box[1:]), tmap.box[0] * size if tmap.box else 0
+    return f"{extents}: {_count(rows, 'row')} of {inner} bytes"
 
 
 def _swizzled(tmap: TensorMap) -> str:

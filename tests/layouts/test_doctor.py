@@ -50,7 +50,7 @@ def test_a_report_names_every_field_every_rule_and_what_an_instruction_moves():
     for line in (
         "dimension 0     64 elements side by side (dimension 3 of the tensor, the tile's columns)",
         "dimension 1     100 elements 512 bytes apart (dimension 1 of the tensor, its rows); 1 box",
-        "box             64 x 128 x 1 x 1: 128 rows of 128 bytes, 16384 in all",
+        "box             64 x 128 x 1 x 1: 128 rows of 128 bytes",
         "swizzle         128B: 16-byte chunks move within 128 bytes, repeating every 1024",
         "into SMEM       16384 bytes",
         "first box       at (0, 0, 0, 0): 12800 bytes read in 400 sectors of 32; 3584 bytes filled",
@@ -211,6 +211,23 @@ def test_a_static_size_beyond_32_bits_wraps_in_silence_as_the_doctor_says():
     found = explain(view, Tile(64, 64, cutlass.Float16))
     made = TensorMap.from_bytes(dump(view, (64, 64), SW128, False), cutlass.Float16)
     assert made == found.encoded and made.shape == (64, 5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_stride_below_zero_wraps_in_silence_as_the_doctor_says(dynamic):
+    array = np.zeros((100, 64), np.float16)[::-1]
+    found = explain(array, Tile(64, 64, cutlass.Float16))
+    made = TensorMap.from_bytes(dump(array, (64, 64), SW128, dynamic), cutlass.Float16)
+    assert made == found.encoded and made.strides == (2**40 - 128,)
+    assert "stride 1099511627648 bytes instead of -128" in str(found)
+
+
+def test_no_element_is_encoded_as_all_that_32_bits_count():
+    empty = torch.zeros(0, 64, dtype=torch.float16)
+    found = explain(empty, Tile(64, 64, cutlass.Float16))
+    made = TensorMap.from_bytes(dump(empty, (64, 64), SW128, True), cutlass.Float16)
+    assert made.shape == found.encoded.shape == (64, 2**32)
+    assert "4294967296 elements instead of 0 in dimension 1: memory past the end" in str(found)
 
 
 def test_addresses_sizes_and_inner_strides_that_are_lost_in_silence_are_told():
