@@ -129,7 +129,7 @@ def _tile(text: str, dtype: str | None) -> tuple:
 
 def _type(name: str) -> type:
     from .layouts import LayoutError
-    from .layouts.geometry import element
+    from .layouts.doctor.geometry import element
 
     found = element(name)
     if isinstance(found, str):

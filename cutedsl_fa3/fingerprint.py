@@ -17,7 +17,7 @@ from pathlib import Path
 
 PACKAGES = ("cutedsl_fa3", "cutedsl_fa3.layouts", "cutedsl_fa3.pipelines")
 # These read, check, report or write variants: what they choose reaches a kernel through its key
-# text only, and nothing of theirs runs while one is traced.
+# text only, and nothing of theirs runs while one is traced. A name that ends in / is a folder.
 WITHOUT_CODE = frozenset(
     {
         "__main__.py",
@@ -34,6 +34,7 @@ WITHOUT_CODE = frozenset(
         "cli_bench.py",
         "cli_contract.py",
         "cli_doctor.py",
+        "cli_model.py",
         "configs.py",
         "contract.py",
         "demo.py",
@@ -47,20 +48,10 @@ WITHOUT_CODE = frozenset(
         "hang_attention.py",
         "inputs.py",
         "interface.py",
+        "layouts/copy_engine.py",
+        "layouts/doctor/",
         "masks.py",
-        "model/__init__.py",
-        "model/analyse.py",
-        "model/check.py",
-        "model/events.py",
-        "model/host.py",
-        "model/lanes.py",
-        "model/names.py",
-        "model/program.py",
-        "model/search.py",
-        "model/semantics.py",
-        "model/shapes.py",
-        "model/values.py",
-        "model/warp.py",
+        "model/",
         "named.py",
         "packing.py",
         "peers.py",
@@ -110,9 +101,16 @@ def files_in(folders: Mapping[str, Path]) -> dict[str, str]:
         start = len(str(folder)) + 1
         for path in sorted(map(str, folder.rglob("*.py"))):
             relative = path[start:].replace(os.sep, "/")
-            if name != "cutedsl_fa3" or relative not in WITHOUT_CODE:
-                found[f"{name.removeprefix('cutedsl_fa3.')}/{relative}"] = _of_file(path)
+            file = f"{name.removeprefix('cutedsl_fa3.')}/{relative}"
+            if not _without_code(file.removeprefix("cutedsl_fa3/")):
+                found[file] = _of_file(path)
     return found
+
+
+def _without_code(file: str) -> bool:
+    """Whether a file is one of `WITHOUT_CODE`, or lies in a folder of it."""
+    folders = (file[: i + 1] for i, letter in enumerate(file) if letter == "/")
+    return file in WITHOUT_CODE or any(folder in WITHOUT_CODE for folder in folders)
 
 
 def _of_file(path: str) -> str:

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cutedsl_fa3.layouts import NONE, SW32, SW64, SW128, Geometry, Tile, explain
-from cutedsl_fa3.layouts.retile import fitted
+from cutedsl_fa3.layouts.doctor.retile import fitted
 
 DTYPES = [
     torch.bfloat16,
@@ -305,7 +305,7 @@ def test_every_kind_of_illegal_map_has_a_change_that_makes_it_legal(rule, tensor
 
 
 def test_every_rule_has_a_change_or_says_why_not():
-    from cutedsl_fa3.layouts.remedies import MEND
+    from cutedsl_fa3.layouts.doctor.remedies import MEND
 
     names = {rule.name for rule in explain(plain((9, 9, 64)), TILE).rules}
     assert names - set(MEND) == {"lengths"}  # refused as an argument, with what is needed

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cutedsl_fa3.layouts import SW32, SW128, LayoutError, TensorMap, explain, traffic
-from cutedsl_fa3.layouts.sectors import last_box
+from cutedsl_fa3.layouts.doctor.sectors import last_box
 
 BF16 = cutlass.BFloat16
 DENSE = TensorMap(BF16, 0, (64, 1000), (128,), (64, 128), swizzle=SW128)

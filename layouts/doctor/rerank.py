@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cutedsl_fa3.layouts.swizzle import CHUNK
+
 from .binding import Binding, round_up
 from .geometry import Geometry
 from .relayout import copied, part
 from .retile import Change, Step, torch_code, with_box
-from .swizzle import CHUNK
 
 RANK = 5  # dimensions of a tensor map; source: cuTensorMapEncodeTiled
 

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cutedsl_fa3.layouts.smem import SMEM_CAPACITY
+from cutedsl_fa3.layouts.swizzle import CHUNK, NONE
+from cutedsl_fa3.layouts.tma_rules import SWIZZLES
+
 from .binding import ATOM_ROWS, Binding, round_up
-from .smem import SMEM_CAPACITY
-from .swizzle import CHUNK, NONE
-from .tma_rules import SWIZZLES
 
 MOST = 256  # elements of a box along any dimension
 

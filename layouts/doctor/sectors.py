@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import LayoutError
+from cutedsl_fa3.layouts.errors import LayoutError
 
 if TYPE_CHECKING:
-    from .tma import TensorMap
+    from cutedsl_fa3.layouts.tma import TensorMap
 
 SECTOR = 32  # bytes; source: CUDA C++ Best Practices Guide, global memory is accessed in such units
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from cutedsl_fa3.layouts.swizzle import CHUNK
+
 from .binding import Binding, round_up, settled
 from .geometry import CUTLASS_NAMES, Geometry, dense_strides, element
 from .retile import Change, Step, chunk, torch_code, with_tile
-from .swizzle import CHUNK
 
 TORCH_NAMES = {name: ours for ours, name in CUTLASS_NAMES.items()}
 FARTHEST = 2**40  # bytes of a stride; source: the same

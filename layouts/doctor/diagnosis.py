@@ -14,17 +14,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from cutedsl_fa3.layouts.errors import LayoutError
+from cutedsl_fa3.layouts.tma import TensorMap
+from cutedsl_fa3.layouts.tma_rules import Rule
+
 from .binding import Binding, bind
-from .errors import LayoutError
 from .geometry import ABBREVIATIONS, Geometry
 from .remedies import Remedy, remedies
 from .sectors import SECTOR, Traffic, last_box, traffic
-from .tma import TensorMap
-from .tma_rules import Rule
 
 if TYPE_CHECKING:
-    from .swizzle import Swizzle
-    from .tile import Tile
+    from cutedsl_fa3.layouts.swizzle import Swizzle
+    from cutedsl_fa3.layouts.tile import Tile
 
 _LABEL = 16  # columns of a field's name
 

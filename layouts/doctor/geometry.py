@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import LayoutError
+from cutedsl_fa3.layouts.errors import LayoutError
 
 # What torch and numpy call an element, by the name that cutlass gives it.
 CUTLASS_NAMES = {

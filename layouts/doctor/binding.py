@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .errors import LayoutError
+from cutedsl_fa3.layouts.errors import LayoutError
+from cutedsl_fa3.layouts.smem import SMEM_CAPACITY
+from cutedsl_fa3.layouts.swizzle import CHUNK, NONE, Swizzle, widest
+from cutedsl_fa3.layouts.tma import TensorMap
+from cutedsl_fa3.layouts.tma_rules import SWIZZLES, Rule
+
 from .geometry import Geometry, geometry_of
-from .smem import SMEM_CAPACITY
-from .swizzle import CHUNK, NONE, Swizzle, widest
-from .tma import TensorMap
-from .tma_rules import SWIZZLES, Rule
 
 if TYPE_CHECKING:
-    from .tile import Tile
+    from cutedsl_fa3.layouts.tile import Tile
 
 ATOM_ROWS = 8  # as in tile.py, which needs the compiler
 MODES = ("interleave", "oob_fill", "l2_promotion", "cache_hint", "prefetch")
