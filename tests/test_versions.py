@@ -99,7 +99,7 @@ def test_every_command_that_needs_the_dsl_refuses_with_the_version_error(tmp_pat
         "commands = typer.main.get_command(app).commands\n"
         "assert len(commands) > 10\n"
         "for command in commands:\n"
-        "    given = {'doctor': ['--shape', '64,64', '--tile', '64x64']}.get(command, [])\n"
+        "    given = {'doctor': '--shape 8,64 --dtype bf16 --tile 8x64'}.get(command, '').split()\n"
         "    result = CliRunner().invoke(app, [command, *given])\n"
         "    assert (result.exit_code, result.stderr) == (2, refused), (command, result)\n"
         "    assert CliRunner().invoke(app, [command, '--help']).exit_code == 0\n"
