@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import cli_bench, cli_contract, cli_doctor
+from . import cli_bench, cli_contract, cli_doctor, cli_model
 
 app = typer.Typer(
     name="cutedsl-fa3",
@@ -170,3 +170,4 @@ def write_gallery(
 app.command("contract")(cli_contract.run_contract)
 app.add_typer(cli_bench.app)
 app.command("doctor")(cli_doctor.run_doctor)
+app.command("model")(planned(cli_model.run_model))

@@ -40,6 +40,7 @@ ORDER = (
 )
 LONGEST = 16  # lines of a counter-example
 
+# Who reads, how often, and whose writes it finds (warp and number), in each warp's order.
 Reads = tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
 
 
@@ -73,29 +74,27 @@ def _tidy(run: Run) -> None:
 
 
 def _bytes(run: Run) -> None:
-    """Phases for which other bytes are announced than copied."""
+    """Mbarriers on which other bytes are announced than copied."""
     announced: dict[int, list[list[int]]] = {}
     for step, (_, event) in enumerate(run.what):
         if event.kind == ev.EXPECT:
             announced.setdefault(event.at, []).append([event.value, 0, step])
         elif event.kind == ev.COPY:
             for address, _ in event.targets:
-                if announced.get(address):
-                    announced[address][-1][1] += event.value
-    if run.names.ctas > 1:  # a copy of another CTA may come before the announcement
+                announced.setdefault(address, [[0, 0, step]])[-1][1] += event.value
+    blocked = any(not p.done for p in run.processes)
+    if blocked and run.names.ctas > 1:  # a partner's copy may have come before the announcement
         return
     for address, phases in announced.items():
-        wrong = next((phase for phase in phases[:-1] if phase[0] != phase[1]), None)
-        last = phases[-1]
-        if wrong is None and last[0] != last[1] and run.mbarriers[address].tx:
-            wrong = last
-        if wrong is not None:
-            run.fault(
-                "bytes differ",
-                f"{run.names.barrier(address)}: {wrong[0]} B are announced, and {wrong[1]} B are "
-                "copied before the next announcement",
-                wrong[2],
-            )
+        if sum(told for told, _, _ in phases) == sum(moved for _, moved, _ in phases):
+            continue
+        told, moved, step = next(phase for phase in phases if phase[0] != phase[1])
+        run.fault(
+            "bytes differ",
+            f"{run.names.barrier(address)}: {told} B are announced, and {moved} B are copied "
+            "before the next announcement",
+            step,
+        )
 
 
 # Bytes.
@@ -108,21 +107,28 @@ def _accesses(run: Run, blocked: bool) -> Reads:
     found = []
     for access in accesses:
         if access.kind not in WRITES:
-            found.append((access.who, access.order, _contents(run, access, writes)))
+            found.append((access.who, access.times, _contents(run, access, writes)))
     if not blocked:
         _unread(run, accesses, writes)
-    return tuple(sorted(found))
+    return tuple(sorted(found, key=lambda read: read[0]))
 
 
 def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
     told: set[tuple[str, ...]] = set()
+    by_region: dict[Region, list[Access]] = {}
+    for access in accesses:
+        by_region.setdefault(access.region, []).append(access)
+    near = {
+        r: [a for other, group in by_region.items() if _meet(r, other) for a in group]
+        for r in {write.region for write in writes}
+    }
     for write in writes:
-        for other in accesses:
+        for other in near[write.region]:
             if other is write or (other.kind in WRITES and other.begin > write.begin):
                 continue
-            if not _clash(write, other) or not _meet(write.region, other.region):
+            if not _clash(write, other):
                 continue
-            first, second = sorted((write, other), key=lambda a: a.begin)
+            first, second = (write, other) if write.begin < other.begin else (other, write)
             if first.end is not None and run.past[second.begin] >> first.end & 1:
                 continue
             kind, text = _race(run, first, second, writes)
@@ -153,7 +159,7 @@ def _race(run: Run, first: Access, second: Access, writes: list[Access]) -> tupl
     past = run.past[read.begin]
     earlier = any(
         w is not write
-        and w.who == write.who
+        and (w.who == write.who or w.kind != write.kind)
         and w.end is not None
         and past >> w.end & 1
         and _meet(w.region, write.region)
@@ -282,7 +288,7 @@ def _ends(run: Run, blocked: bool) -> None:
                 run.fault(
                     "ends too soon",
                     f"{run.names.barrier(event.at)}: its CTA may end before "
-                    f"{run.who(process)} of another has arrived there",
+                    f"{run.who(process)} has arrived there",
                     step,
                 )
 
@@ -307,7 +313,26 @@ def _deadlock(run: Run, blocked: list[Process]) -> None:
     if ended:
         lines.append(f"{_many(ended)}: ended")
     finding = run.fault("deadlock", f"{len(blocked)} warps wait for ever", len(run.past) - 1)
-    finding.trace = (*lines, *_cause(run, blocked))
+    finding.trace = (*lines, *_cycle(run, blocked), *_cause(run, blocked))
+
+
+def _cycle(run: Run, blocked: list[Process]) -> list[str]:
+    """The roles that wait for each other at rings, if they do."""
+    waits: dict[str, str] = {}
+    for process in blocked:
+        event = process.event
+        end = run.names.end_of(event.at) if event and event.kind == ev.WAIT else None
+        if end is not None:
+            ring = run.names.rings[end[0]]
+            giver = ring.producer if end[1] == "full" else ring.consumer
+            waits[run.names.role(process.warp)[0]] = giver
+    for first in sorted(waits):
+        path = [first]
+        while path[-1] in waits and waits[path[-1]] not in path:
+            path.append(waits[path[-1]])
+        if waits.get(path[-1]) == first:
+            return [f"the cycle: {' -> '.join([*path, first])}"]
+    return []
 
 
 def _waiting(run: Run, event: Event) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import host, program, warp
 from .analyse import Reads, analyse
+from .events import Event
 from .names import Names
 from .search import Finding, Process, Run
 from .shapes import size
@@ -153,6 +154,19 @@ def run_cluster(
     programs = tuple(tuple(process.taken) for process in processes)
     guesses = any(state.guesses for state in states)
     return Outcome("", run.findings, reads, len(run.past), fills(run), programs, guesses)
+
+
+def replay(
+    kernel: Any, programs: Sequence[Sequence[Event]], warps: Sequence[int], threads: int
+) -> Outcome:
+    """The verdict on given steps of given warps of one CTA, as `Outcome.programs` has them."""
+    processes = [
+        Process(0, number, iter(program)) for number, program in zip(warps, programs, strict=True)
+    ]
+    run = Run(processes, Names(kernel), threads)
+    run.run()
+    reads = analyse(run)
+    return Outcome("", run.findings, reads, len(run.past), fills(run), tuple(map(tuple, programs)))
 
 
 def fills(run: Run) -> dict[str, int]:

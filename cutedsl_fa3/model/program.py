@@ -39,7 +39,7 @@ EVENTS = frozenset(
         "cuda.launch_ex",
     }
 )
-WITHOUT_EFFECT = ("fence.mbarrier.init", "prefetch", "setmaxregister", "sync.warp", "warp.sync")
+MOST_VIEWS = 200  # of a tensor, one of the other
 TOUCHING = frozenset(
     {
         "cute.copy",
@@ -242,6 +242,7 @@ class _Reader:
         self.constants: dict[int, Any] = {}
         self.made_by: dict[int, Node] = {}
         self.parents: dict[int, Node] = {}  # a node's id -> the operation around it
+        self.owner: dict[int, tuple[Node, int, int]] = {}  # a block's parameter -> where it is
 
     def number(self, name: str, what: Kind) -> int:
         found = self.numbers[name] = len(self.numbers)
@@ -298,32 +299,42 @@ class _Reader:
             self.constants[node.outs[0]] = _integer(node.attr("value"), node.out_kinds[0].bits)
         block.nodes.append(node)
 
-    def root(self, value: int) -> int | None:
-        """The allocation that a register tensor is a view of."""
-        seen = 0
-        while seen < 64:
-            node = self.made_by.get(value)
-            if node is None:
+    def root(self, value: int, depth: int = 0) -> int | None:
+        """The allocation that a register tensor is a view of, also through loops and branches."""
+        node = self.made_by.get(value)
+        if depth > MOST_VIEWS:
+            return None
+        if node is None:
+            if value not in self.owner:
                 return None
-            if node.op == "cute.memref.alloca":
-                return node.outs[0]
-            if node.op not in VIEWS:
+            around, _, index = self.owner[value]
+            first = 2 if around.op == "scf.for" else 0
+            if around.op not in ("scf.for", "scf.while") or first + index >= len(around.args):
                 return None
-            # The tensor is the last operand of what applies a tiled copy or product to it.
-            tensors = [
-                a
-                for a, k in zip(node.args, node.arg_kinds, strict=True)
-                if k.name in ("memref", "ptr")
-            ]
-            if not tensors:
-                return None
-            value = tensors[0]
-            seen += 1
-        return None
+            return self.root(around.args[first + index], depth + 1)
+        if node.op == "cute.memref.alloca":
+            return node.outs[0]
+        if node.op in ("scf.for", "scf.while"):
+            first = 3 if node.op == "scf.for" else 0
+            return self.root(node.args[first + node.outs.index(value)], depth + 1)
+        if node.op == "scf.if":
+            ends = (block.ends[node.outs.index(value)] for block in node.blocks)
+            found = (self.root(end, depth + 1) for end in ends)
+            return next((root for root in found if root is not None), None)
+        if node.op not in VIEWS:
+            return None
+        # What applies a tiled copy or product to a tensor has it as its first operand in memory.
+        kinds = zip(node.args, node.arg_kinds, strict=True)
+        tensor = next((a for a, k in kinds if k.name in ("memref", "ptr")), None)
+        return None if tensor is None else self.root(tensor, depth + 1)
 
     def cut(self, body: Block) -> tuple[dict[int, int], frozenset[int]]:
         """Drop the nodes that decide nothing; what register tensors the rest works on."""
         nodes = list(_walk(body))
+        for node in nodes:
+            for place, block in enumerate(node.blocks):
+                for index, param in enumerate(block.params):
+                    self.owner[param] = (node, place, index)
         roots = {}
         for node in nodes:
             for value, what in zip(node.args, node.arg_kinds, strict=True):
@@ -351,11 +362,7 @@ class _Keep:
         self.values: set[int] = set()
         self.tracked: set[int] = set()
         self.work: list[int] = []
-        self.owner: dict[int, tuple[Node, int, int]] = {}  # a block's parameter -> where it is
-        for node in nodes:
-            for place, block in enumerate(node.blocks):
-                for index, param in enumerate(block.params):
-                    self.owner[param] = (node, place, index)
+        self.owner = reader.owner
 
     def mark(self) -> None:
         for node in self.nodes:

@@ -84,6 +84,7 @@ class Access:
     end: int | None
     exact: bool = True
     order: int = 0
+    times: int = 1
 
 
 @dataclass
@@ -341,7 +342,8 @@ class Run:
         end: int | None,
         exact: bool = True,
     ) -> int:
-        order = self.orders[process.number] = self.orders.get(process.number, 0) + 1
+        writes = process.number if kind in ("copy", "write") else -1 - process.number
+        order = self.orders[writes] = self.orders.get(writes, 0) + 1
         self.accesses.append(Access(kind, process.number, region, begin, end, exact, order))
         return len(self.accesses) - 1
 
@@ -409,6 +411,7 @@ class Run:
         process.open_registers[1].add(operand)
         if process.open:
             access = self.accesses[process.open[-1]]
+            access.times += 1
             access.region = ev.merged([*access.region, *event.region])
         elif event.region:
             process.open.append(self._access("product", process, event.region, step, None))

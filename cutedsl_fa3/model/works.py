@@ -30,19 +30,20 @@ class Work(NamedTuple):
 def of_plan(plan: Plan, longest: int | None = None) -> Iterator[Work]:
     """Forward calls that visit 0 to stages + 2 key tiles.
 
-    One head; as many keys as fill so many tiles, the queries of one tile, then as many queries as
-    keys. Where captured tensors decide tile by tile: one document, and one a tile.
+    One head, the queries of one tile, as many keys as fill so many tiles; at last three CTAs, one
+    after the other. Where captured tensors decide tile by tile, as many queries as keys, in one
+    document or two.
     """
     s = plan.schedule
     top = s.stages + 2 if longest is None else longest
     for tiles in range(top + 1):
         keys = tiles * s.tile_n
-        yield _forward(plan, f"{tiles} key tiles", s.tile_m, keys, None)
-    for tiles in range(1, top + 1):
-        keys = tiles * s.tile_n
-        for documents in (1, 2) if plan.by_tile else (1,):
-            many = f", {documents} documents" if plan.by_tile else ""
-            yield _forward(plan, f"{keys} queries and keys{many}", keys, keys, documents)
+        if not plan.by_tile or tiles == 0:
+            yield _forward(plan, f"{tiles} key tiles", s.tile_m, keys, None)
+            continue
+        for documents in (1, 2):
+            what = f"{keys} queries and keys, {documents} documents"
+            yield _forward(plan, what, keys, keys, documents)
     rows = 3 * s.tile_m
     yield _forward(plan, f"{rows} queries and keys", rows, rows, 1)._replace(ctas=3)
 

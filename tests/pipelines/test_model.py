@@ -1,0 +1,213 @@
+"""The pipeline model on what ships and on the small kernels; its reduction against all orders."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from faults import arguments
+from hanging import FAULTS as HANGING
+from hanging import Relay
+from mutations import Programs, mutations, projected
+from products import Products
+from small_kernel import EDGE, TileGemm
+from test_word_ring import Telling
+
+from cutedsl_fa3 import configs, masks
+from cutedsl_fa3.gemm import DEFAULT
+from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
+from cutedsl_fa3.model import check_pipeline
+from cutedsl_fa3.model.check import Outcome, replay
+from cutedsl_fa3.model.explore import TooMany, explore
+from cutedsl_fa3.pipelines import Schedule
+from cutedsl_fa3.plans import Plan
+from cutedsl_fa3.problem import Problem
+from cutedsl_fa3.variant import Variant
+
+ONE_OF_EACH = (0, 4, 8)  # the producer's warp that copies, and one of each warpgroup of consumers
+EVERY = 23  # of the mutations, in CI
+MOST_STATES = 20_000
+
+
+def of_shape(plan: Plan) -> tuple:
+    """What of a plan its roles' barriers depend on; the sizes of tiles do not count."""
+    kernel, s = plan.kernel, plan.schedule
+    return (
+        *(s.overlap, s.consumers, s.stages),
+        *(plan.by_tile, kernel.ever_full, kernel.repairs, plan.variant.has_lse),
+        *(str(kernel.rings), str(kernel.barriers), str(kernel.aliases)),
+    )
+
+
+SHAPES = {of_shape(plan): plan for plan in configs.configs()}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("plan", SHAPES.values(), ids=configs.label)
+def test_no_shipped_forward_can_hang_race_or_lose_a_tile(plan: Plan) -> None:
+    verdict = check_pipeline(plan)
+    assert verdict.ok, verdict
+    visited = {outcome.fills.get("k", 0) for outcome in verdict.outcomes}
+    assert visited >= set(range(plan.schedule.stages + 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
+def test_no_configuration_can_hang_race_or_lose_a_tile(plan: Plan) -> None:
+    verdict = check_pipeline(plan)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("overlap", ["none", "pingpong", "intra", "both"])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_every_overlap_holds_at_any_depth(stages: int, overlap: str) -> None:
+    schedule = Schedule(128, 64, stages=stages, consumers=2, overlap=overlap)
+    verdict = check_pipeline(Plan(Variant(mask=masks.causal), Problem("bf16", 64, 64), schedule))
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_no_gemm_can_hang_race_or_lose_a_tile(stages: int, cluster: tuple[int, int]) -> None:
+    schedule = Schedule(128, 128, stages=stages, consumers=2, overlap="none", cluster=cluster)
+    verdict = check_pipeline(GemmSm90(schedule))
+    assert verdict.ok, verdict
+    assert verdict.outcomes[-1].what.startswith(f"{stages + 2} tiles along k")
+
+
+def test_the_default_gemm_holds() -> None:
+    assert check_pipeline(GemmSm90(DEFAULT)).ok
+
+
+def test_a_kernel_without_tables_is_followed_by_addresses() -> None:
+    tile = meta(EDGE, EDGE)
+    works = [(tile, tile, meta(EDGE, EDGE, dtype=torch.float32), 1.0)]
+    assert check_pipeline(TileGemm(), works).ok
+    verdict = check_pipeline(TileGemm(wait=False), works)
+    assert "registers in use: warp 0 reads the accumulator" in str(verdict)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_words_that_one_role_tells_another_are_read_before_they_are_overwritten(stages) -> None:
+    said = torch.arange(stages + 2, dtype=torch.int32)
+    verdict = check_pipeline(Telling(stages, 2), [(said, torch.zeros(8, 2, dtype=torch.int32))])
+    assert verdict.ok, verdict
+
+
+def relay_works(kernel: Relay, tiles: int = 5) -> list[tuple]:
+    rows = 128 * tiles * 4
+    return [(meta(rows // kernel.cluster[0], 64), meta(rows, 64), tiles)]
+
+
+@pytest.mark.parametrize("fault", [name for name in HANGING if name != "an endless loop"])
+def test_what_hangs_on_a_gpu_is_found_without_one(fault: str) -> None:
+    kernel = Relay(fault)
+    verdict = check_pipeline(kernel, relay_works(kernel))
+    assert not verdict.ok
+    assert "deadlock" in {finding.kind for finding in verdict.findings}
+
+
+def test_the_kernel_that_hangs_at_choice_holds_without_a_fault() -> None:
+    verdict = check_pipeline(Relay(), relay_works(Relay()))
+    assert verdict.ok, verdict
+
+
+def test_a_loop_without_a_barrier_is_taken_to_end() -> None:
+    kernel = Relay("an endless loop")
+    assert check_pipeline(kernel, relay_works(kernel)).ok
+
+
+def test_a_user_s_kernel_needs_arguments() -> None:
+    with pytest.raises(TypeError, match="give the arguments of its launches"):
+        check_pipeline(Products())
+
+
+# The reduction.
+
+
+def small_programs(works: int, k_tiles: int) -> Programs:
+    """The steps of three warps of `Products`, with barriers for so many."""
+    verdict = check_pipeline(Products(2), [arguments("meta", works, k_tiles)])
+    return projected(verdict.outcomes[0].programs, ONE_OF_EACH)
+
+
+def judged(programs: Programs) -> Outcome:
+    return replay(Products(2), programs, ONE_OF_EACH, 96)
+
+
+@pytest.mark.parametrize("works, k_tiles", [(1, 0), (1, 1), (1, 4), (2, 1), (3, 1)])
+def test_where_the_model_finds_nothing_every_interleaving_ends_alike(works, k_tiles) -> None:
+    programs = small_programs(works, k_tiles)
+    assert not judged(programs).findings
+    explored = explore(programs)
+    assert explored.ok and explored.results
+    assert explored.states > 100
+
+
+def every_mutation(programs: Programs) -> list[tuple[str, Programs]]:
+    """Of the producer, of one consumer, of both alike."""
+    roles = {"producer": (0,), "consumer 0": (1,), "consumers": (1, 2)}
+    return [
+        (f"{role}: {name}", mutated)
+        for role, of in roles.items()
+        for name, mutated in mutations(programs, of)
+    ]
+
+
+def held_against_all_orders(chosen: list[tuple[str, Programs]], plain: Outcome) -> list[str]:
+    """How the model's verdicts on mutations compare with a walk of all interleavings."""
+    seen = []
+    for name, mutated in chosen:
+        outcome = judged(mutated)
+        try:
+            explored = explore(mutated, MOST_STATES)
+        except TooMany:
+            continue
+        if outcome.findings:
+            seen.append("rejected")
+            continue
+        assert explored.ok, f"{name}: nothing found, but {explored}"
+        same = (outcome.reads, outcome.fills) == (plain.reads, plain.fills)
+        seen.append("equivalent" if same else "another result")
+    return seen
+
+
+def test_no_mutation_passes_that_some_interleaving_breaks() -> None:
+    programs = small_programs(2, 3)
+    chosen = random.Random(7).sample(every_mutation(programs), 25)
+    seen = held_against_all_orders(chosen, judged(programs))
+    assert {"rejected", "equivalent"} <= set(seen)
+
+
+@pytest.mark.slow
+def test_none_of_the_mutations_passes_that_some_interleaving_breaks() -> None:
+    programs = small_programs(2, 3)
+    seen = held_against_all_orders(every_mutation(programs)[::2], judged(programs))
+    assert len(seen) > 400
+
+
+def test_waits_arrivals_copies_and_bytes_cannot_be_left_out_of_a_shipped_kernel() -> None:
+    plan = SHAPES[next(key for key in SHAPES if key[0] == "both")]
+    outcomes = check_pipeline(plan).outcomes
+    outcome = next(o for o in outcomes if o.fills.get("k") == plan.schedule.stages + 2)
+    programs, kernel = outcome.programs, plan.kernel
+    warps, threads = range(len(programs)), 32 * len(programs)
+    plain = replay(kernel, programs, warps, threads)
+    assert not plain.findings
+    first = {"producer": [0], "consumer": list(range(4, len(programs)))}
+    passed, checked = [], 0
+    for role, of in first.items():
+        for name, mutated in list(mutations(programs, of))[::EVERY]:
+            checked += 1
+            again = replay(kernel, mutated, warps, threads)
+            if not again.findings and (again.reads, again.fills) == (plain.reads, plain.fills):
+                passed.append(f"{role}: {name}")
+    assert checked > 20
+    never = ("drop copy", "more bytes", "fewer bytes", "phase wait", "elsewhere arrive")
+    assert not [name for name in passed if name.split(": ")[1].startswith(never)]
+    assert not [name for name in passed if name.startswith("consumer: drop wait")]
+    assert len(passed) < checked / 2
