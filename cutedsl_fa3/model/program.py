@@ -22,6 +22,7 @@ EVENTS = frozenset(
         "nvvm.mbarrier.arrive.expect_tx",
         "nvvm.mbarrier.expect_tx",
         "nvvm.mbarrier.try_wait.parity",
+        "nvvm.mbarrier.wait.parity",
         "nvvm.barrier",
         "nvvm.barrier.cta.arrive",
         "nvvm.cluster.arrive",
@@ -40,6 +41,11 @@ EVENTS = frozenset(
     }
 )
 MOST_VIEWS = 200  # of a tensor, one of the other
+# Whatever else orders threads or moves bytes is kept, and refused by name where it is executed.
+ORDERING = re.compile(
+    r"^(nvvm|cute_nvgpu)\..*(mbarrier|barrier|cp\.async|wgmma|tcgen05|cluster\.(arrive|wait)|bulk)"
+)
+HARMLESS = frozenset({"nvvm.fence.mbarrier.init", "nvvm.memory.barrier", "nvvm.bar.warp.sync"})
 TOUCHING = frozenset(
     {
         "cute.copy",
@@ -373,7 +379,9 @@ class _Keep:
             self.trace(self.work.pop())
 
     def effect(self, node: Node) -> bool:
-        if node.op in EVENTS or node.op.startswith(("tcgen05", "nvvm.tcgen05", "nvvm.cp.async")):
+        if node.op in EVENTS:
+            return True
+        if ORDERING.match(node.op) and node.op not in HARMLESS and "prefetch" not in node.op:
             return True
         if node.op in TOUCHING:
             spaces = {k.space for k in node.arg_kinds}

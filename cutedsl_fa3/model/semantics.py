@@ -18,7 +18,7 @@ from . import lanes
 from .events import CTA_BYTES
 from .lanes import UNKNOWN, WARP, spread, uniform, wrap
 from .program import Node
-from .shapes import FREE, Basis, Kind, Layout, fill, kept, leaves, offset, size
+from .shapes import Basis, Kind, Layout, fill, free, kept, leaves, offset, size
 from .values import Atom, Pointer, View
 
 Semantics = Callable[[Node, list[Any], Any], Any]
@@ -299,6 +299,8 @@ def _each(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 @names("cute.ceil_div")
 def _ceil_div(node: Node, args: list[Any], warp: Any) -> Any:
     tile = node.arg_kinds[1].value if node.arg_kinds[1].known else args[1]
+    if isinstance(tile, tuple) and isinstance(args[0], tuple):
+        tile = (*tile, *[None] * (len(args[0]) - len(tile)))  # a mode without a tile stays
     return _each(lambda a, b: a if b is None else -lanes.floored(-a, b), args[0], tile)
 
 
@@ -442,6 +444,21 @@ def _grouped(node: Node, args: list[Any], warp: Any) -> Any:
     return layout
 
 
+@names(
+    "cute.logical_divide",
+    "cute.zipped_divide",
+    "cute.tiled_divide",
+    "cute.flat_divide",
+    "cute.composition",
+)
+def _arranged(node: Node, args: list[Any], warp: Any) -> Any:
+    """The same elements in another arrangement, which the type knows where it is static."""
+    made = default(node.out_kinds[0])
+    if isinstance(args[0], View) and isinstance(made, View):
+        return View(args[0].at, made.layout, args[0].cover)
+    return made
+
+
 def _group(modes: Any, begin: int, end: int) -> tuple:
     return (*modes[:begin], tuple(modes[begin:end]), *modes[end:])
 
@@ -455,7 +472,7 @@ def _tiled(node: Node, args: list[Any], warp: Any) -> Any:
     at = source.at
     if isinstance(at, Pointer):
         first = tuple(
-            0 if c == FREE or t is None else UNKNOWN if c is UNKNOWN else c * t
+            0 if free(c) or t is None else UNKNOWN if c is UNKNOWN else c * t
             for c, t in zip(coords, tiles, strict=False)
         )
         whole = any(leaf is UNKNOWN for leaf in _flat([first, *source.layout]))
@@ -464,7 +481,7 @@ def _tiled(node: Node, args: list[Any], warp: Any) -> Any:
     rests = [
         -lanes.floored(-size(sh), t) if t is not None and UNKNOWN not in leaves(sh) else UNKNOWN
         for c, t, sh in zip(coords, tiles, source.layout.shape, strict=False)
-        if isinstance(c, str) and c == FREE
+        if free(c)
     ]
     kept_modes = len(template.shape) - len(rests) if isinstance(template.shape, tuple) else 0
     shape = _filled(template.shape)

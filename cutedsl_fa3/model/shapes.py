@@ -179,6 +179,11 @@ def unknown(value: Any) -> bool:
     return value is None
 
 
+def free(coord: Any) -> bool:
+    """Whether a coordinate is the `_` that keeps a mode whole."""
+    return isinstance(coord, str) and coord == FREE
+
+
 def leaves(value: Any) -> list[Any]:
     """The leaves from left to right."""
     if isinstance(value, tuple) and not isinstance(value, Basis):
@@ -209,7 +214,7 @@ def size(shape: Any) -> Any:
 def offset(coord: Any, layout: Layout) -> Any:
     """Where a coordinate lies, free modes at 0; None where strides are coordinates."""
     shape, stride = layout
-    if coord is FREE or (isinstance(coord, str) and coord == FREE):
+    if free(coord):
         return 0
     if isinstance(coord, tuple):
         total = 0
@@ -240,7 +245,7 @@ def offset(coord: Any, layout: Layout) -> Any:
 def kept(coord: Any, layout: Layout) -> Layout:
     """The modes of a layout that a slice leaves free."""
     if not isinstance(coord, tuple):
-        return layout if coord == FREE else Layout((), ())
+        return layout if free(coord) else Layout((), ())
     shapes, strides = [], []
     for c, sh, st in zip(coord, layout.shape, layout.stride, strict=False):
         if isinstance(c, tuple):
@@ -248,7 +253,7 @@ def kept(coord: Any, layout: Layout) -> Layout:
             if inner.shape != ():
                 shapes.append(inner.shape)
                 strides.append(inner.stride)
-        elif isinstance(c, str) and c == FREE:
+        elif free(c):
             shapes.append(sh)
             strides.append(st)
     return Layout(tuple(shapes), tuple(strides))

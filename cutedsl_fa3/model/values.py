@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .events import CTA_BYTES, Region, merged
-from .lanes import UNKNOWN, spread
+from .lanes import UNKNOWN
 from .shapes import Layout, leaves, size, swizzle_span
 
 
@@ -113,11 +113,10 @@ def _scaled(stride: Any, factor: int) -> Any:
     return stride * factor
 
 
-def scalar_region(address: Any, byte_count: int, mask: Any) -> Region:
-    """The bytes that the active lanes access, `byte_count` each."""
+def scalar_region(address: Any, byte_count: int) -> Region:
+    """The bytes at one address or several, `byte_count` each."""
     if isinstance(address, np.ndarray):
-        chosen = spread(address)[mask]
-        return merged([(int(a), int(a) + byte_count) for a in set(chosen.tolist())])
+        return merged([(int(a), int(a) + byte_count) for a in set(address.tolist())])
     return ((int(address), int(address) + byte_count),)
 
 

@@ -17,13 +17,14 @@ import numpy as np
 from . import events as ev
 from .events import CTA_BYTES, Event
 from .lanes import UNKNOWN, WARP, select, spread, uniform
-from .program import Block, Function, Node, NotCovered, touches
+from .program import ORDERING, TOUCHING, Block, Function, Node, NotCovered, touches
 from .semantics import TABLE, default
 from .shapes import Layout, leaves, offset, size
 from .values import Atom, Pointer, View, in_cta, region, scalar_region
 
 Steps = Generator[Event, Any, None]
 MOST_STEPS = 100_000  # events of one warp, beyond which its loops do not end
+ALLOCATE = "cute.memref.alloca"
 TIDY_ASM = re.compile(r"mbarrier|cp\.async|wgmma|\bbar\.|barrier\.|tcgen05|\bexit\b|\btrap\b")
 
 
@@ -111,7 +112,10 @@ def _block(function: Function, block: Block, state: WarpState) -> Steps:
     for node in block.nodes:
         pure = TABLE.get(node.op)
         if pure is not None:
-            found = pure(node, [values[a] for a in node.args], state)
+            try:
+                found = pure(node, [values[a] for a in node.args], state)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise NotCovered(f"{node.op} of {_types(node)} is not followed: {error}") from error
             if len(node.outs) == 1:
                 values[node.outs[0]] = found
             else:
@@ -126,16 +130,24 @@ def _block(function: Function, block: Block, state: WarpState) -> Steps:
             continue
         if node.blocks:
             raise NotCovered(f"{node.op} around barriers or copies is not followed")
-        if node.op.startswith(("nvvm.", "tcgen05", "cute_nvgpu.arch")) and not node.outs:
+        if node.op.startswith(("nvvm.", "cute_nvgpu.")) and (
+            not node.outs or ORDERING.match(node.op)
+        ):
             raise NotCovered(f"{node.op} is not followed")
         for out, what in zip(node.outs, node.out_kinds, strict=True):
             values[out] = what.value if what.known else default(what)
+
+
+def _types(node: Node) -> str:
+    return ", ".join(what.text[:60] for what in node.arg_kinds)
 
 
 def _branch(function: Function, node: Node, state: WarpState) -> Steps:
     values, outer = state.values, state.mask
     condition = values[node.args[0]]
     if condition is UNKNOWN:
+        if any(_orders(block) for block in node.blocks):
+            raise NotCovered("a branch around barriers or copies hangs on elements")
         if any(_beyond_registers(block) for block in node.blocks):
             state.guesses.add(id(node))
         condition = int(state.taken)
@@ -156,6 +168,16 @@ def _branch(function: Function, node: Node, state: WarpState) -> Steps:
     state.mask = outer
     for index, out in enumerate(node.outs):
         values[out] = select(condition, results[0][index], results[1][index])
+
+
+def _orders(block: Block) -> bool:
+    """Whether a block does more than read and write memory."""
+    return any(
+        (node.op in EFFECTS and not node.blocks and node.op not in (*TOUCHING, ALLOCATE))
+        or ("tma" in node.arg_kinds[0].text if node.op == "cute.copy" else False)
+        or any(_orders(inner) for inner in node.blocks)
+        for node in block.nodes
+    )
 
 
 def _beyond_registers(block: Block) -> bool:
@@ -333,9 +355,12 @@ def _proxy(function: Function, node: Node, state: WarpState) -> Steps:
 
 
 def _own(view: View, state: WarpState) -> View:
-    """A view of shared memory at this CTA's place."""
+    """A view of shared memory at this CTA's place, as the active lanes see it."""
     whole = view.at.whole and _own(view.at.whole, state)
-    moved = replace(view.at, address=view.at.address + state.base, whole=whole)
+    address = view.at.address
+    if isinstance(address, np.ndarray):
+        address = address[state.mask]
+    moved = replace(view.at, address=address + state.base, whole=whole)
     return View(moved, view.layout, view.cover)
 
 
@@ -460,11 +485,11 @@ def _element(node: Node, state: WarpState, view: View) -> tuple[ev.Region, bool]
     """The bytes that the active lanes' elements occupy, and whether it is exactly those."""
     coord = state.values[node.args[1]]
     if view.at.whole is None and not any(leaf is UNKNOWN for leaf in leaves(coord)):
-        element = View(_own(view, state).at.moved(offset(coord, view.layout)), Layout((), ()))
-        address = _need(element.at, node, "which shared memory")
+        at = view.at.moved(offset(coord, view.layout))
+        _need(at, node, "which shared memory")
+        element = _own(View(at, Layout((), ())), state)
         if not view.at.swizzle:
-            size_in_bytes = max(1, view.at.bits // 8)
-            return scalar_region(address, size_in_bytes, state.mask), True
+            return scalar_region(element.at.address, max(1, view.at.bits // 8)), True
         return region(element)[0], False
     return region(_own(view, state))[0], False
 
@@ -547,6 +572,7 @@ EFFECTS: dict[str, Callable[..., Steps]] = {
     "nvvm.mbarrier.arrive.expect_tx": _expect,
     "nvvm.mbarrier.expect_tx": _expect,
     "nvvm.mbarrier.try_wait.parity": _wait,
+    "nvvm.mbarrier.wait.parity": _wait,
     "nvvm.barrier": _sync,
     "nvvm.barrier.cta.arrive": _sync,
     "nvvm.cluster.arrive": _simple(ev.CLUSTER_ARRIVE),
@@ -564,6 +590,6 @@ EFFECTS: dict[str, Callable[..., Steps]] = {
     "cute.memref.load_vec": _access,
     "cute.memref.store": _access,
     "cute.memref.store_vec": _access,
-    "cute.memref.alloca": _alloca,
+    ALLOCATE: _alloca,
     "llvm.inline_asm": _assembly,
 }
