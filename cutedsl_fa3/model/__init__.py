@@ -10,6 +10,6 @@ check      `check_pipeline`: a kernel and pieces of work -> a printable verdict
 
 from .check import Outcome, Verdict, check_pipeline
 from .program import NotCovered
-from .search import Finding
+from .state import Finding
 
 __all__ = ["Finding", "NotCovered", "Outcome", "Verdict", "check_pipeline"]

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import host, program, warp
+from . import host, program, reader, warp
 from .analyse import Reads, analyse
 from .events import Event
+from .launch import Launch, WarpState
 from .names import Names
-from .search import Finding, Process, Run
+from .search import Run
 from .shapes import size
-from .warp import Launch, WarpState
+from .state import Finding, Process
 from .works import Work, of_gemm, of_plan
 
 WARP = 32
@@ -77,7 +78,7 @@ def check_pipeline(kernel: Any, works: Iterable[Work | Sequence[Any]] | None = N
     Raises: NotCovered; what tracing the kernel raises.
     """
     kernel, works = _given(kernel, works)
-    functions = program.read(kernel)
+    functions = reader.read(kernel)
     outcomes = []
     for work in works:
         outcomes += run_work(kernel, functions, work)

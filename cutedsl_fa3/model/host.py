@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from .effects import EFFECTS
 from .lanes import UNKNOWN
+from .launch import Launch, Steps, WarpState
 from .program import Function, Node, NotCovered
 from .shapes import Kind, Layout, fill, leaves
 from .values import Pointer, View
-from .warp import EFFECTS, Launch, Steps, WarpState, run
+from .warp import run
 
 
 def launches(functions: dict[str, Function], args: Sequence[Any]) -> list[Launch]:
