@@ -127,7 +127,7 @@ def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
         for other in near[write.region]:
             if other is write or (other.kind in WRITES and other.begin > write.begin):
                 continue
-            if not _clash(write, other):
+            if not _clash(run, write, other):
                 continue
             first, second = (write, other) if write.begin < other.begin else (other, write)
             if first.end is not None and run.past[second.begin] >> first.end & 1:
@@ -139,12 +139,16 @@ def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
                 run.fault(kind, text, second.begin, first.begin)
 
 
-def _clash(write: Access, other: Access) -> bool:
+def _clash(run: Run, write: Access, other: Access) -> bool:
+    """Whether two accesses to the same bytes must not meet.
+
+    Threads of one role have places of their own in a tensor that they write together.
+    """
     if write.who == other.who and write.kind in BY_THREADS and other.kind in BY_THREADS:
         return False
     by_threads = write.kind in BY_THREADS and other.kind in BY_THREADS
-    # Threads have places of their own in a tensor that they write together.
-    return not by_threads or (write.exact and other.exact)
+    roles = [run.names.role(seat(run, access.who)[1])[0] for access in (write, other)]
+    return not by_threads or (write.exact and other.exact) or roles[0] != roles[1]
 
 
 def _race(run: Run, first: Access, second: Access, writes: list[Access]) -> tuple[str, str]:

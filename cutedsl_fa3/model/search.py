@@ -186,6 +186,7 @@ class Run:
 
     def end_phase(self, address: int, barrier: Mbarrier, step: int) -> None:
         """The current phase is complete."""
+        self._announced_in_time(address, barrier)
         for wait in barrier.waits.get(barrier.phase - 1, []):
             if not barrier.clock >> wait & 1:
                 waiting = self.processes[self.what[wait][0]]
@@ -205,6 +206,21 @@ class Run:
         barrier.ended.append(barrier.clock)
         barrier.phase += 1
         barrier.pending, barrier.clock, barrier.counted = barrier.expected, 0, []
+
+    def _announced_in_time(self, address: int, barrier: Mbarrier) -> None:
+        """Bytes announced without an arrival must be so before some arrival, or come too late."""
+        for announced, arrivals, moved in barrier.counted:
+            if arrivals or moved <= 0:
+                continue
+            arrived = (step for step, count, _ in barrier.counted if count)
+            if not any(self.past[step] >> announced & 1 for step in arrived):
+                doubt = Finding(
+                    "phase may end early",
+                    f"{self.names.barrier(address)}: phase {barrier.phase} may end before "
+                    f"{self.who(self.processes[self.what[announced][0]])} announces {moved} B",
+                    announced,
+                )
+                barrier.doubts.setdefault(barrier.phase, doubt)
 
     def _wait(self, process: Process, event: Event) -> bool:
         barrier = self.mbarriers.get(event.at)
