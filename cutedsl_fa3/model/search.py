@@ -165,6 +165,11 @@ class Run:
                     step,
                 ),
             )
+            self._overtaken(event.at, barrier, step)
+        barrier.largest = max(barrier.largest, arrivals)
+        if barrier.largest > 1:  # in another order these may pass the end of a phase
+            self.findings += barrier.doubts.values()
+            barrier.doubts.clear()
         if 0 < arrivals > barrier.pending:
             self.fault(
                 "too many arrivals",
@@ -179,6 +184,19 @@ class Run:
         if barrier.pending <= 0 and barrier.tx == 0:
             self.end_phase(event.at, barrier, step)
 
+    def _overtaken(self, address: int, barrier: Mbarrier, step: int) -> None:
+        """Waits that saw one phase and might, had this step come before them, see another."""
+        for phase in range(barrier.phase - 1, -1, -1):
+            if not barrier.ended[phase] & ~self.past[step]:
+                return
+            if barrier.waits.get(phase):  # it has been seen to end, and may end with other arrivals
+                self.findings += barrier.doubts.values()
+                barrier.doubts.clear()
+            for wait in barrier.waits.get(phase - 1, []):
+                if not self.past[step] >> wait & 1:
+                    self._wrong_phase(address, phase, wait, step)
+                    return
+
     def _what(self, process: Process, event: Event, announced: int) -> str:
         if event.kind == ev.COPY:
             return f"a copy of {-announced} B"
@@ -189,23 +207,27 @@ class Run:
         self._announced_in_time(address, barrier)
         for wait in barrier.waits.get(barrier.phase - 1, []):
             if not barrier.clock >> wait & 1:
-                waiting = self.processes[self.what[wait][0]]
-                passed = (
-                    f"has seen that phase {barrier.phase - 1} has"
-                    if barrier.phase
-                    else "looks, which takes the beginning for the end of a phase"
-                )
-                self.fault(
-                    "wrong phase",
-                    f"{self.names.barrier(address)}: phase {barrier.phase} may end before "
-                    f"{self.who(waiting)} {passed}; its wait is for the wrong parity then",
-                    step,
-                    wait,
-                )
+                self._wrong_phase(address, barrier.phase, wait, step)
                 break
         barrier.ended.append(barrier.clock)
         barrier.phase += 1
         barrier.pending, barrier.clock, barrier.counted = barrier.expected, 0, []
+
+    def _wrong_phase(self, address: int, phase: int, wait: int, step: int) -> None:
+        """A phase may end, at `step`, before a wait for the phase before it."""
+        waiting = self.processes[self.what[wait][0]]
+        passed = (
+            f"has seen that phase {phase - 1} has"
+            if phase
+            else "looks, which takes the beginning for the end of a phase"
+        )
+        self.fault(
+            "wrong phase",
+            f"{self.names.barrier(address)}: phase {phase} may end before {self.who(waiting)} "
+            f"{passed}; its wait is for the wrong parity then",
+            step,
+            wait,
+        )
 
     def _announced_in_time(self, address: int, barrier: Mbarrier) -> None:
         """Bytes announced without an arrival must be so before some arrival, or come too late."""

@@ -38,6 +38,7 @@ class Mbarrier:
     waits: dict[int, list[int]] = field(default_factory=dict)
     counted: list[tuple[int, int, int]] = field(default_factory=list)  # (step, arrivals, bytes)
     doubts: dict[int, Finding] = field(default_factory=dict)
+    largest: int = 0  # arrivals at once
 
 
 @dataclass

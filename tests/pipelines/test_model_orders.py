@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,3 +120,31 @@ def rings(draw: st.DrawFn) -> list[list[Event]]:
 @given(rings())
 def test_a_ring_with_one_step_changed_fails_in_no_order_if_the_model_passes_it(programs):
     assert agree(programs), programs
+
+
+A, B = BARRIERS
+ARRIVE_A, ARRIVE_B = Event(ev.ARRIVE, A, 1), Event(ev.ARRIVE, B, 1)
+LOAD = (Event(ev.EXPECT, B, 1, BYTES), Event(ev.COPY, value=BYTES, targets=((B, PLACES[0]),)))
+# Each had once passed: what one order hides, another shows.
+HIDDEN = {
+    "an arrival of two that may come in between": (
+        [[ARRIVE_B, ARRIVE_B], [], [Event(ev.ARRIVE, B, 2)]],
+        (1, 3),
+    ),
+    "an arrival that may come before a wait for the beginning": (
+        [[ARRIVE_A], [Event(ev.WAIT, A, value=1), ARRIVE_A]],
+        (1, 1),
+    ),
+    "an arrival that may take the place of the one that a wait is for": (
+        [[ARRIVE_B], [ARRIVE_B, *LOAD, Event(ev.WAIT, B), Event(ev.READ, region=PLACES[0])]],
+        (1, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_fault_that_one_order_hides_is_found(name: str) -> None:
+    programs, counts = HIDDEN[name]
+    made = opened([list(program) for program in programs], counts)
+    assert not explore(made).ok
+    assert replay(None, made, range(len(made)), 32 * len(made)).findings
