@@ -44,9 +44,15 @@ NAMES = {
 }
 
 
+MOST_RANK = 5
+
+
 def encode(tmap: TensorMap) -> bytes | None:
     """The descriptor that this machine's driver makes of a map, or None where it refuses."""
     from cuda.bindings import driver
+
+    if tmap.rank > MOST_RANK:
+        return None  # cuda-python's own check: the driver is never asked
 
     by_width = f"Uint{tmap.dtype.width}"
     name = NAMES.get(tmap.dtype.__name__) or NAMES[by_width]
