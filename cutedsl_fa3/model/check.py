@@ -52,11 +52,21 @@ class Verdict:
         """Whether no interleaving of what was checked goes wrong."""
         return not self.findings
 
+    @property
+    def copied(self) -> list[tuple[str, str]]:
+        """How often the tile of a ring was copied, over all pieces of work."""
+        names = dict.fromkeys(name for outcome in self.outcomes for name in outcome.fills)
+        return [
+            (name, ", ".join(map(str, sorted({o.fills.get(name, 0) for o in self.outcomes}))))
+            for name in names
+        ]
+
     def __str__(self) -> str:
         steps = sum(outcome.steps for outcome in self.outcomes)
         head = f"{self.name}: {len(self.outcomes)} pieces of work, {steps} steps"
         if self.ok:
-            return f"{head}; no interleaving hangs, races or loses a tile"
+            copied = "".join(f"\n  {name!r} copied {times} times" for name, times in self.copied)
+            return f"{head}; no interleaving hangs, races or loses a tile{copied}"
         lines = [f"{head}; {len(self.findings)} faults"]
         told: set[tuple[str, str]] = set()
         for outcome in self.outcomes:

@@ -14,7 +14,8 @@ to the same bytes may meet if and only if neither lies in the other's past. So t
 one interleaving, and keeps all faults. `explore.py` walks all of them, to check this on what is
 small enough.
 
-The copy engine is a party of its own: a copy's bytes land at any time after its issue.
+The copy engine is a party of its own: a copy's bytes land at any time after its issue. The lanes of
+a warp go in step, and so does what a warp does from one branch to the next.
 """
 
 from __future__ import annotations
