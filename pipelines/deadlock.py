@@ -157,6 +157,8 @@ def said(kernel: Tables, group: Group, among: Sequence[Group]) -> str:
 def _missing(expected: int, state: Mbarrier) -> str:
     """What an mbarrier lacks to end its phase."""
     text = f"expects {expected:,} bytes, " if expected else ""
+    if not state.arrivals:
+        return f"{text}its mbarrier was read as zeros, so what is missing is not known"
     if state.missing:
         return f"{text}{state.missing} of {state.arrivals} arrivals are missing"
     if state.missing_bytes:

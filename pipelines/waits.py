@@ -92,7 +92,8 @@ def wait_code(place: int, stage: int = 0, phase: int = 0) -> int:
 class Mbarrier:
     """The state of an mbarrier: arrivals that its phase needs, and what is missing to them.
 
-    `missing_bytes`: announced and not yet written.
+    `missing_bytes`: announced and not yet written. 64 bits of zero are no state of an mbarrier,
+    but were read on an H200 where several processes shared it; then `arrivals` is 0.
     """
 
     arrivals: int
@@ -102,6 +103,8 @@ class Mbarrier:
     @classmethod
     def of(cls, raw: int) -> Mbarrier:
         """From its 64 bits."""
+        if not raw:
+            return cls(0, 0, 0)
         count = (1 << COUNT_BITS) - 1
         tx = raw >> BYTES_SHIFT & (1 << BYTES_BITS) - 1
         return cls(

@@ -20,7 +20,7 @@ import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cutedsl_fa3 import cache
-from cutedsl_fa3.hang import Hang, watch
+from cutedsl_fa3.hang import RUNS_ON, Hang, watch
 from cutedsl_fa3.kernels.sm90.forward import ForwardSm90
 from cutedsl_fa3.layouts import Tile
 from cutedsl_fa3.pipelines import Barrier, Barriers, Ring, Role, Turns, WarpSpecialized
@@ -254,7 +254,9 @@ def main(fault: str, seconds: float = 0.5) -> None:
         print(f"Hang: {error}")
         for cta in error.ctas[:2]:
             print("RAW", cta, [f"{word & 0xFFFFFFFF:08x}" for word in cta.raw])
-        if error.ctas:
+        if RUNS_ON in str(error):
+            print("AFTERWARDS: the kernel runs on")  # any call would wait for it
+        elif error.ctas:
             print("AFTERWARDS: CUDA", "works" if cuda_works() else "is lost")
     print(f"SECONDS {time.monotonic() - start:.1f}", flush=True)
     os._exit(0)  # a kernel that cannot be stopped must not be waited for

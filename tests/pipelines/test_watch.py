@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from cutedsl_fa3.layouts import SMEM_CAPACITY
 from cutedsl_fa3.pipelines import Barrier, Barriers, Ring, Role, ScheduleError, WordRing, waits
 from cutedsl_fa3.pipelines.deadlock import cycle, explain, groups
-from cutedsl_fa3.pipelines.waits import ENDED, RUNS, Mbarrier, ReportPlan, decode, wait_code
+from cutedsl_fa3.pipelines.waits import (
+    ENDED,
+    HEADER,
+    RUNS,
+    SLOT_HEADER,
+    Mbarrier,
+    ReportPlan,
+    decode,
+    wait_code,
+)
 from cutedsl_fa3.pipelines.watch import watched
 
 
@@ -103,6 +112,24 @@ def test_an_mbarrier_says_what_is_missing(arrivals, data):
     low, high = mbarrier(arrivals, missing, missing_bytes)
     raw = (high % (1 << 32)) << 32 | low % (1 << 32)
     assert Mbarrier.of(raw) == Mbarrier(arrivals, missing, missing_bytes)
+
+
+def test_words_that_an_h200_reported_are_read_as_what_its_kernel_lacked():
+    """A kibibyte more was announced than copied, and no consumer had released its slot."""
+    assert Mbarrier.of(0x000003FF_801FFFFE) == Mbarrier(1, 0, 1024)
+    assert Mbarrier.of(0x7FFFC000_001FFFF0) == Mbarrier(8, 8, 0)
+
+
+def test_zeros_are_no_state_of_an_mbarrier_and_nothing_is_concluded_from_them():
+    kernel = Tables()
+    words = report(kernel, ((0, 0, 0), dict.fromkeys(range(4, 12), wait_code(FULL, 1, 0)), {}))
+    slot = HEADER + SLOT_HEADER + 2 * ReportPlan.of(kernel).warps
+    words[slot : HEADER + ReportPlan.of(kernel).slot] = [0] * ReportPlan.of(kernel).mbarriers
+    said = explain(kernel, decode(kernel, words))
+    assert (
+        "expects 24,576 bytes, its mbarrier was read as zeros, so what is missing is not known"
+        in said
+    )
 
 
 def test_mbarriers_are_found_behind_the_words_of_a_word_ring():
