@@ -4,7 +4,7 @@
 
 `said`: what the model must say, as regular expressions. `hardware`: what becomes of it on a GPU:
 
-    hangs      always
+    hangs      always, or CUDA reports an error: more arrivals than an mbarrier counts
     corrupts   always, with `slow()`: the same kernel with a delay where its race is
     races      any of hanging, wrong and right, as it happens
     benign     the result is right: the compiler repairs it, or nothing is lost on this hardware
@@ -264,7 +264,7 @@ FAULTS: tuple[Fault, ...] = (
     in_products(
         "the last tile without a wait",
         steps.LastTileWithoutAWait,
-        "corrupts",
+        "races",
         "read before full: tile 'b' stage 0: a WGMMA that reads it by consumer warp 0",
     ),
     in_products(
@@ -362,7 +362,7 @@ FAULTS: tuple[Fault, ...] = (
     in_products(
         "no barrier before C, and no turns",
         ends.NoBarrierBeforeCNorTurns,
-        "corrupts",
+        "races",
         "overwritten before read: tile 'c': a write of threads .* before a TMA store that reads it",
         k_tiles=1,  # a warpgroup gets so far ahead that it writes the next C
     ),
@@ -373,7 +373,7 @@ FAULTS: tuple[Fault, ...] = (
         "read before full: tile 'c': a TMA store that reads it by consumer warp 0",
     ),
     in_products(
-        "no fence before the store", ends.NoProxyFence, "benign", "proxy fence missing: tile 'c'"
+        "no fence before the store", ends.NoProxyFence, "races", "proxy fence missing: tile 'c'"
     ),
     in_products(
         "a store that nobody waits for",
