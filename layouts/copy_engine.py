@@ -36,7 +36,7 @@ Memory: TypeAlias = bytes | bytearray | memoryview
 
 SMEM_ALIGN = 128  # of a box in shared memory; source: CUDA C++ Programming Guide, tensor copies
 # What NaN fill writes to every 16 bits of an element, of whatever floating type. Undocumented;
-# source: public emulators of TMA, whose authors read it from GPUs. The tests hold an H200 to it.
+# source: public emulators of TMA, whose authors read it from GPUs; not yet seen here.
 OOB_NAN = 0x7FF7
 _COORDINATES = range(-(2**31), 2**31)
 

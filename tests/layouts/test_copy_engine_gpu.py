@@ -1,4 +1,4 @@
-"""The emulated copy engine against an H200: shared memory byte by byte, mbarriers, products."""
+"""The emulated copy engine against a GPU: shared memory byte by byte, mbarriers, products."""
 
 from __future__ import annotations
 
