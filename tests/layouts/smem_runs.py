@@ -1,15 +1,18 @@
-"""Every case on the GPU at hand, once: `python smem_runs.py FILE` keeps what the kernels showed.
+"""Cases on the GPU at hand: `python smem_runs.py FILE UNIT` keeps what one unit's kernels showed.
 
-The same functions say what the cases are to the tests that read the file, so that a kernel that
-hangs or faults takes a process of its own with it and no test.
+The same functions say what the cases are to the tests that read the files, so that a kernel that
+hangs or faults takes a process of its own with it and no test. Each case has a launch of its own,
+and a fault is told with its case.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import copy_cases
 import cutlass
@@ -85,36 +88,49 @@ def corners(coordinates: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32, device="cuda")
 
 
-def run_loads(chosen: list[Case], rank: int, kernel: object, beyond: int) -> dict:
-    """Shared memory and mbarriers of each case, from one launch."""
-    arena = Arena([case.memory for case in chosen])
-    maps = [copy_cases.placed(case, arena.address(i)) for i, case in enumerate(chosen)]
-    said = [[case.tmap.bytes_per_box, case.at, beyond, 0] for case in chosen]
+def run_loads(chosen: list[Case], kernel: object, beyond: int) -> dict:
+    """Shared memory and mbarriers of each case."""
     smem = torch.zeros(len(chosen), SMEM_BYTES // 4, dtype=torch.int32, device="cuda")
     seen = torch.zeros(len(chosen), SEEN, dtype=torch.int64, device="cuda")
-    kernel.launch(
-        descriptors(maps),
-        corners([case.coordinate for case in chosen]),
-        torch.tensor(said, dtype=torch.int32, device="cuda"),
-        smem,
-        seen,
-    )
-    torch.cuda.synchronize()
+    arena = Arena([case.memory for case in chosen])
+    for i, case in enumerate(chosen):
+        said = [[case.tmap.bytes_per_box, case.at, beyond, 0]]
+        with naming(case):
+            kernel.launch(
+                descriptors([copy_cases.placed(case, arena.address(i))]),
+                corners([case.coordinate]),
+                torch.tensor(said, dtype=torch.int32, device="cuda"),
+                smem[i : i + 1],
+                seen_row := torch.zeros(1, SEEN, dtype=torch.int64, device="cuda"),
+            )
+            torch.cuda.synchronize()
+        seen[i] = seen_row[0]
     return {"smem": smem.cpu().view(torch.uint8), "seen": seen.cpu()}
 
 
 def run_stores(chosen: list[Case], rank: int, kernel: object) -> list[torch.Tensor]:
-    """Memory of each case after one launch."""
+    """Memory of each case after its launch."""
     arena = Arena([case.memory for case in chosen])
-    maps = [copy_cases.placed(case, arena.address(i)) for i, case in enumerate(chosen)]
-    kernel.launch(
-        descriptors(maps),
-        corners([case.coordinate for case in chosen]),
-        torch.tensor([[0, c.at, 0, 0] for c in chosen], dtype=torch.int32, device="cuda"),
-        stored_smem(rank).view(torch.int32).cuda(),
-    )
-    torch.cuda.synchronize()
+    smem = stored_smem(rank).view(torch.int32).cuda()
+    for i, case in enumerate(chosen):
+        with naming(case):
+            kernel.launch(
+                descriptors([copy_cases.placed(case, arena.address(i))]),
+                corners([case.coordinate]),
+                torch.tensor([[0, case.at, 0, 0]], dtype=torch.int32, device="cuda"),
+                smem[i : i + 1],
+            )
+            torch.cuda.synchronize()
     return arena.contents()
+
+
+@contextmanager
+def naming(case: Case) -> Iterator[None]:
+    """A scope whose fault is told with its case."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{str(error).partition(chr(10))[0]}: {case}") from error
 
 
 # Tiles, through the project's own classes
@@ -243,24 +259,30 @@ def run_products() -> torch.Tensor:
     return out.cpu().view(-1, 64, 64)
 
 
-def run_all() -> dict:
-    """Everything, in one process; each kernel is compiled once."""
-    found: dict = {"loads": {}, "stores": {}}
-    loads = {rank: compile_kernel(RawLoad(rank)) for rank in range(1, MOST_RANK + 1)}
-    for group, (_, ranks) in LOADS.items():
-        for rank in ranks:
-            chosen = cases(LOADS, group, rank)
-            for beyond in BEYOND if group == "plain" else BEYOND[:1]:
-                found["loads"][group, rank, beyond] = run_loads(chosen, rank, loads[rank], beyond)
-    stores = {rank: compile_kernel(RawStore(rank)) for rank in STORES["inward"][1]}
-    for group, (_, ranks) in STORES.items():
-        for rank in ranks:
-            chosen = cases(STORES, group, rank)
-            found["stores"][group, rank] = run_stores(chosen, rank, stores[rank])
-    found["tiles"] = [run_tile(tile, rank) for tile, rank in TILES]
-    found["products"] = run_products()
-    return found
+# By name: one process each.
+UNITS: dict[str, Callable[[], Any]] = {
+    **{
+        f"load {group} {rank} {beyond}": lambda group=group, rank=rank, beyond=beyond: run_loads(
+            cases(LOADS, group, rank), compile_kernel(RawLoad(rank)), beyond
+        )
+        for group, (_, ranks) in LOADS.items()
+        for rank in ranks
+        for beyond in (BEYOND if group == "plain" else BEYOND[:1])
+    },
+    **{
+        f"store {group} {rank}": lambda group=group, rank=rank: run_stores(
+            cases(STORES, group, rank), rank, compile_kernel(RawStore(rank))
+        )
+        for group, (_, ranks) in STORES.items()
+        for rank in ranks
+    },
+    **{
+        f"tile {i}": lambda tile=tile, rank=rank: run_tile(tile, rank)
+        for i, (tile, rank) in enumerate(TILES)
+    },
+    "products": run_products,
+}
 
 
 if __name__ == "__main__":
-    torch.save(run_all(), sys.argv[1])
+    torch.save(UNITS[sys.argv[2]](), sys.argv[1])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import smem_runs
@@ -11,20 +15,37 @@ import torch
 from cases.alone import python
 from copy_cases import POISON, SMEM_BYTES, Case
 from cutlass import BFloat16
-from smem_runs import LOADS, PRODUCT_TILE, PRODUCTS, STORES, TILES, Operand
+from smem_runs import LOADS, PRODUCT_TILE, PRODUCTS, STORES, TILES, UNITS, Operand
 
 from cutedsl_fa3.global_tensor import global_tensor
 from cutedsl_fa3.layouts import Tile, copy_engine
 
-LIMIT = 240  # seconds: an import, 14 small compilations on a busy machine, milliseconds of copies
+LIMIT = 120  # seconds: an import, a small compilation on a busy machine, milliseconds of copies
+AT_ONCE = 8
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What the kernels showed, from a process of their own."""
-    file = tmp_path_factory.mktemp("smem") / "shown.pt"
-    python(str(Path(smem_runs.__file__)), str(file), limit=LIMIT)
-    return torch.load(file)
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What the kernels of a unit showed, each unit in a process of its own.
+
+    Under pytest-xdist a worker runs those that it is asked for, else all begin side by side.
+    """
+    folder, pool = tmp_path_factory.mktemp("smem"), ThreadPoolExecutor(AT_ONCE)
+    begun: dict[str, Future[Any]] = {}
+
+    def run(unit: str) -> Any:
+        file = folder / f"{unit}.pt"
+        python(str(Path(smem_runs.__file__)), str(file), unit, limit=LIMIT)
+        return torch.load(file)
+
+    def result(unit: str) -> Any:
+        alone = "PYTEST_XDIST_WORKER" in os.environ
+        for name in [unit] if alone else UNITS:
+            if name not in begun:
+                begun[name] = pool.submit(run, name)
+        return begun[unit].result()
+
+    return result
 
 
 def pairs(groups: dict) -> list[tuple[str, int]]:
@@ -62,7 +83,7 @@ def agree(differences: list[str]) -> None:
 @pytest.mark.parametrize(("group", "rank"), pairs(LOADS))
 def test_shared_memory_after_a_load_is_what_is_emulated_byte_by_byte(shown, group, rank):
     cases = smem_runs.cases(LOADS, group, rank)
-    found = shown["loads"][group, rank, 0]["smem"]
+    found = shown(f"load {group} {rank} 0")["smem"]
     agree(
         [
             difference(found[i].numpy().tobytes(), bytes(emulated(case)), case.tmap, case.at, case)
@@ -74,7 +95,7 @@ def test_shared_memory_after_a_load_is_what_is_emulated_byte_by_byte(shown, grou
 @pytest.mark.gpu
 @pytest.mark.parametrize(("group", "rank"), pairs(LOADS))
 def test_the_phase_ends_with_the_bytes_that_are_emulated(shown, group, rank):
-    seen = shown["loads"][group, rank, 0]["seen"]
+    seen = shown(f"load {group} {rank} 0")["seen"]
     cases = smem_runs.cases(LOADS, group, rank)
     for case, (ended, *_) in zip(cases, seen.tolist(), strict=True):
         found = copy_engine.load(case.tmap, case.memory, case.coordinate)
@@ -85,7 +106,7 @@ def test_the_phase_ends_with_the_bytes_that_are_emulated(shown, group, rank):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rank", LOADS["plain"][1])
 def test_a_byte_more_than_that_never_comes(shown, rank):
-    seen = shown["loads"]["plain", rank, 1]["seen"]
+    seen = shown(f"load plain {rank} 1")["seen"]
     for case, (ended, *_) in zip(smem_runs.cases(LOADS, "plain", rank), seen.tolist(), strict=True):
         assert not ended, f"a phase ended one byte short: {case}"
 
@@ -94,7 +115,7 @@ def test_a_byte_more_than_that_never_comes(shown, rank):
 @pytest.mark.parametrize("beyond", smem_runs.BEYOND)
 @pytest.mark.parametrize("rank", LOADS["plain"][1])
 def test_an_mbarrier_ends_as_one_that_was_told_only_the_bytes_beyond(shown, rank, beyond):
-    seen = shown["loads"]["plain", rank, beyond]["seen"]
+    seen = shown(f"load plain {rank} {beyond}")["seen"]
     differ = [f"0x{a:x} and 0x{b:x}" for _, a, b in seen.tolist() if a != b]
     assert not differ, f"{len(differ)} pairs of mbarriers differ, the first: {differ[0]}"
 
@@ -104,7 +125,8 @@ def test_an_mbarrier_ends_as_one_that_was_told_only_the_bytes_beyond(shown, rank
 def test_memory_after_a_store_is_what_is_emulated_byte_by_byte(shown, group, rank):
     cases, smem = smem_runs.cases(STORES, group, rank), smem_runs.stored_smem(rank)
     differ = []
-    for case, stored, found in zip(cases, smem, shown["stores"][group, rank], strict=True):
+    memories = shown(f"store {group} {rank}")
+    for case, stored, found in zip(cases, smem, memories, strict=True):
         memory = bytearray(case.memory)
         data = stored.numpy().tobytes()
         copy_engine.store(case.tmap, memory, case.coordinate, data, at=case.at)
@@ -118,7 +140,7 @@ def test_memory_after_a_store_is_what_is_emulated_byte_by_byte(shown, group, ran
 def test_tiles_loaded_by_a_ring_lie_as_emulated_from_every_corner(shown, number):
     tile, rank = TILES[number]
     tensor = global_tensor(smem_runs.tile_tensor(tile, rank))
-    found = shown["tiles"][number]
+    found = shown(f"tile {number}")
     differ = []
     for i, (row, col, *outer) in enumerate(smem_runs.tile_corners(tile, rank)):
         at = i % 2 * tile.bytes  # its slot
@@ -143,7 +165,7 @@ def operand(given: Operand) -> torch.Tensor:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_wgmma_carries_nan_fill_into_its_rows_and_columns_and_no_further(shown, name):
     a, b = PRODUCTS[name]
-    found = shown["products"][list(PRODUCTS).index(name)].double()
+    found = shown("products")[list(PRODUCTS).index(name)].double()
     wanted = operand(a) @ operand(b).T
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
