@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .hang_attention import watched
     from .interface import attention, attention_with_lse, plan, visits
     from .layouts import explain
+    from .model import check_pipeline
     from .pipelines import Schedule, ScheduleError
     from .plans import Plan
     from .problem import Problem
@@ -39,6 +40,7 @@ _HOME = {
     "VariantError": "errors",
     "attention": "interface",
     "attention_with_lse": "interface",
+    "check_pipeline": "model",
     "explain": "layouts",
     "plan": "interface",
     "Schedule": "pipelines",
@@ -53,7 +55,7 @@ _HOME = {
     "visits": "interface",
     "watched": "hang_attention",
 }
-_NEEDS_COMPILER = ("hang", "hang_attention", "interface", "layouts", "pipelines", "plans")
+_NEEDS_COMPILER = ("hang", "hang_attention", "interface", "layouts", "model", "pipelines", "plans")
 _MODULES = ("gallery", "masks", "packing", "reference", "scores")
 
 __all__ = [
@@ -71,6 +73,7 @@ __all__ = [
     "VariantError",
     "attention",
     "attention_with_lse",
+    "check_pipeline",
     "explain",
     "gallery",
     "masks",
