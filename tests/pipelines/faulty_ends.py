@@ -10,6 +10,8 @@ from products import Products
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import Barriers, Turns
 
+STORE_NS = 100  # of a TMA store of C; a guess that makes delays long enough
+
 
 class ProducerKeepsItsStage(Products):
     @cute.jit
@@ -240,15 +242,22 @@ class StoreIsNotAwaited(Products):
     def store(self, tile, target, smem, block):
         atom, gmem = target
         to_gmem, from_smem = tile.blocks(atom, gmem, smem)
-        cute.copy(atom, from_smem, to_gmem[(None, *block)])
+        for _ in range(1 + self.delay // STORE_NS):
+            cute.copy(atom, from_smem, to_gmem[(None, *block)])
         cute.arch.cp_async_bulk_commit_group()
 
 
 class NobodyWaitsForTheRings(Products):
     """All threads use the mbarriers as soon as one has begun to initialise them."""
 
+    @cute.jit
+    def late(self):
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            self.pause()
+
     def open_rings(self, mbarriers: cute.Pointer) -> dict[str, tuple]:
         ends, place = {}, 0
+        self.late()
         for name, ring in self.rings.items():
             address = cute.recast_ptr(mbarriers + place, dtype=cutlass.Int64)
             pipeline = ring.open(address, self.tiles, self.roles, self.cluster)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
 from faulty_steps import InThreads
+from products import Products
 
 from cutedsl_fa3.kernels.sm90.forward import ForwardSm90
 from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
@@ -71,6 +73,20 @@ class OutputOverValues(ForwardSm90):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.aliases = {"o": "v"}
+        self.delay = 0
+
+    @cute.jit
+    def last_values(self, f, ring_v):
+        slot = ring_v.wait_and_advance()
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= 8:
+            self.pause()
+        f.multiply_pv(slot)
+        warpgroup.wait_group(0)
+        slot.release()
+
+    def pause(self) -> None:
+        """Lose time, in the second warpgroup of consumers."""
+        Products.pause(self)
 
 
 class ValuesAheadOfKeys(ForwardSm90):
