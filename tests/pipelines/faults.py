@@ -242,13 +242,13 @@ FAULTS: tuple[Fault, ...] = (
     in_products(
         "release before wait_group",
         steps.ReleasesWhileWgmmaReads,
-        "corrupts",
+        "races",
         "overwritten before read: tile 'b' stage 0: a TMA copy .* before a WGMMA that reads it",
     ),
     in_products(
         "no wait_group",
         steps.WaitsForNoGroup,
-        "corrupts",
+        "races",
         r"registers in use: consumer warp \d reads the accumulator of a WGMMA that still runs",
         "overwritten before read: tile 'a' stage 0",
     ),

@@ -22,7 +22,6 @@ from cutedsl_fa3.pipelines import Barrier, Barriers, Ring, Role, Turns, WarpSpec
 
 ROWS, COLS, DEPTH = 64, 64, 64  # of a warpgroup's accumulator, and of one k tile
 GROUPS = 2
-PRODUCT_NS = 200  # of one k tile, with two warpgroups at it; a guess that makes delays long enough
 
 
 @dataclass(frozen=True)
@@ -82,15 +81,6 @@ class Products(WarpSpecialized):
         if self.delay:
             delay = cutlass.Int32(self.delay)
             cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[delay])
-
-    def occupy(self, mma, tiles, index_a, index_b) -> None:
-        """Keep the tensor cores busy for the delay, where a fault needs a product that waits."""
-        scratch = wgmma.accumulator(mma, GROUPS * ROWS, COLS)
-        scratch.fill(0.0)
-        warpgroup.fence()
-        a, b = tiles[0][None, None, None, index_a], tiles[1][None, None, None, index_b]
-        for _ in range(self.delay // PRODUCT_NS):
-            wgmma.issue(mma, scratch, a, b, accumulate=True)
 
     # The producer.
 
