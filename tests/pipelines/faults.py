@@ -359,7 +359,7 @@ FAULTS: tuple[Fault, ...] = (
     in_products(
         "no barrier before C, and no turns",
         ends.NoBarrierBeforeCNorTurns,
-        "corrupts",
+        "races",
         "overwritten before read: tile 'c': a write of threads .* before a TMA store that reads it",
         k_tiles=1,  # a warpgroup gets so far ahead that it writes the next C
     ),
@@ -375,7 +375,7 @@ FAULTS: tuple[Fault, ...] = (
     in_products(
         "a store that nobody waits for",
         ends.StoreIsNotAwaited,
-        "corrupts",
+        "races",
         "overwritten before read: tile 'c'",
         "ends too soon: consumer warp 0 ends while a TMA store may still read",
         k_tiles=1,
@@ -408,7 +408,7 @@ FAULTS: tuple[Fault, ...] = (
     in_forward(
         "O over V",
         shipped.OutputOverValues,
-        "corrupts",
+        "races",
         "overwritten before read: tile 'v' stage 0 and tile 'o'",
     ),
     in_forward(
