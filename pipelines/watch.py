@@ -300,6 +300,8 @@ class Watcher:
         words, mbarriers = 2 * self.plan.warps, self.plan.mbarriers
         for i in cutlass.range(lane, words, WARP, unroll=1):
             _write_out(out + SLOT_HEADER + i, _read(self.words + i))
+        # Mbarriers are changed by a unit of their own, and no ordinary load is sure to see that.
+        cute.arch.fence_view_async_shared()
         for i in cutlass.range(lane, mbarriers, WARP, unroll=1):
             _write_out(out + SLOT_HEADER + words + i, _read(self.mbarriers + i))
         cute.arch.fence_acq_rel_sys()
