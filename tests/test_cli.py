@@ -62,6 +62,8 @@ def test_a_refusal_names_what_was_given_and_exits_with_2(options: tuple[str, ...
 @pytest.mark.compile
 def test_plan_and_compile_say_why_a_kernel_is_compiled(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path))
+    for known in ("_memory", "_origins", "_known"):  # kernels of other tests of this process
+        monkeypatch.setattr(cache, known, {})
     options = ("--head-dim", "64", "--consumers", "2", "--tile-m", "128", "--overlap", "intra")
     first = run("plan", *options, "--tile-n", "64")
     assert "kernel   will be compiled as the first forward_sm90" in first.output
