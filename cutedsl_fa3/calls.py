@@ -27,6 +27,7 @@ from .inputs import (
     check_tensors,
     checked_scale,
     launchable,
+    without_scores,
 )
 from .pipelines import Schedule
 from .plans import Plan
@@ -190,7 +191,7 @@ def prepare(
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
     check_schedule(schedule)
-    if q.shape[0] * q.shape[1] * q.shape[2] == 0 or k.shape[1] == 0:
+    if without_scores(q, k):
         planned(variant, q.dtype, q.shape[3], v.shape[3], schedule).check()
         return WithoutScores(q)
     if emulated(q.device):

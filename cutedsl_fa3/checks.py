@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from . import reference
-from .named import Named
 from .peers import Call, Inputs
+from .reference import rounded_rows_of_head, rows_of_head
 from .variant import Elementwise, OnlineSoftmax, Variant
 
 
@@ -91,25 +90,12 @@ def sampled_rows(seqlen_q: int, picker: random.Random, count: int = 62) -> list[
     return sorted({0, seqlen_q - 1, *picker.sample(between, min(count, len(between)))})
 
 
-def _of_head(
-    inputs: Inputs, batch: int, head: int, rows: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chosen query rows of one head, with its keys and values, as (1, seqlen, 1, head_dim)."""
-    kv_head = head // (inputs.q.shape[2] // inputs.k.shape[2])
-    one, of_keys = slice(batch, batch + 1), slice(kv_head, kv_head + 1)
-    q = inputs.q[one, rows, head : head + 1]
-    return q, inputs.k[one, :, of_keys], inputs.v[one, :, of_keys]
-
-
 def exact_rows(inputs: Inputs, batch: int, head: int, rows: list[int]) -> torch.Tensor:
-    """Chosen query rows of one head by the reference in fp64; the variant sees true indices.
+    """Chosen query rows of one head by the reference in fp64.
 
     Shape: (len(rows), head_dim_v).
     """
-    indices = torch.tensor(rows, dtype=torch.int32, device=inputs.q.device)
-    variant = at_indices(inputs.named, batch, head, indices)
-    q, k, v = _of_head(inputs, batch, head, rows)
-    return reference.attention(q, k, v, variant, dtype=torch.float64)[0, :, 0]
+    return rows_of_head(*_chosen(inputs, batch, head, rows), scale=_scale(inputs))[0]
 
 
 def rounded_rows(inputs: Inputs, batch: int, head: int, rows: list[int]) -> torch.Tensor:
@@ -117,42 +103,17 @@ def rounded_rows(inputs: Inputs, batch: int, head: int, rows: list[int]) -> torc
 
     Shape: (len(rows), head_dim_v).
     """
+    return rounded_rows_of_head(*_chosen(inputs, batch, head, rows), scale=_scale(inputs))
+
+
+def _scale(inputs: Inputs) -> float:
+    return 1.0 / math.sqrt(inputs.q.shape[3])
+
+
+def _chosen(inputs: Inputs, batch: int, head: int, rows: list[int]) -> tuple:
+    """(q, k, v, variant, place); the variant is that of the functions which peers are given."""
     chosen = inputs.named
-    q, k, v = (x[0, :, 0] for x in _of_head(inputs, batch, head, rows))
-    i = torch.tensor(rows, device=q.device)[:, None]
-    j = torch.arange(k.shape[0], device=q.device)
-    scores = (q @ k.T).float() / math.sqrt(q.shape[1])
-    if chosen.score is not None:
-        scores = chosen.score(scores, batch, head, i, j)
-    hidden = torch.zeros((), dtype=torch.bool, device=q.device)
-    if chosen.mask is not None:
-        hidden = ~chosen.mask(batch, head, i, j)
-    if chosen.weight is not None:
-        weights = chosen.weight(scores).masked_fill(hidden, 0.0)
-    else:
-        scores = scores.masked_fill(hidden, -math.inf)
-        if chosen.sink is not None:  # one more score, of no key
-            sink = chosen.sink[head].expand(len(rows), 1)
-            scores = torch.cat([scores, sink], -1)
-        weights = torch.softmax(scores, -1).nan_to_num(0.0)[:, : k.shape[0]]
-    return weights.to(v.dtype) @ v
-
-
-def at_indices(chosen: Named, batch: int, head: int, rows: torch.Tensor) -> Variant:
-    """The variant for one batch element, one head and some query rows of the whole problem."""
-    batches = rows.new_tensor([batch])
-    heads = rows.new_tensor([head])
-    score, mask = chosen.score, chosen.mask
-
-    def moved_score(s, b, h, q, k):
-        return score(s, batches[b], heads[h], rows[q], k)
-
-    def moved_mask(b, h, q, k):
-        return mask(batches[b], heads[h], rows[q], k)
-
-    softmax = OnlineSoftmax(None if chosen.sink is None else chosen.sink[head : head + 1])
-    return Variant(
-        score=score and moved_score,
-        mask=mask and moved_mask,
-        softmax=softmax if chosen.weight is None else Elementwise(chosen.weight),
-    )
+    softmax = OnlineSoftmax(chosen.sink) if chosen.weight is None else Elementwise(chosen.weight)
+    variant = Variant(score=chosen.score, mask=chosen.mask, softmax=softmax)
+    place = (batch, head, torch.tensor(rows, device=inputs.q.device))
+    return inputs.q, inputs.k, inputs.v, variant, place

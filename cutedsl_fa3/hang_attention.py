@@ -9,7 +9,7 @@ import torch
 from . import calls, hang
 from .calls import Launcher, OnDevice, Result, planned
 from .errors import Unsupported
-from .inputs import check_device, check_schedule, check_tensors, checked_scale
+from .inputs import check_device, check_schedule, check_tensors, checked_scale, without_scores
 from .pipelines import Schedule
 from .variant import Variant
 
@@ -39,7 +39,7 @@ def watched(
         raise Unsupported(f"q is on {q.device}: a kernel is watched, so a CUDA device is needed")
     plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     plan.check()
-    if q.shape[0] * q.shape[1] * q.shape[2] == 0 or k.shape[1] == 0:
+    if without_scores(q, k):
         raise Unsupported(f"q {tuple(q.shape)}, k {tuple(k.shape)}: no kernel runs for these")
     launch = partial(hang.watch, plan.kernel, seconds=seconds)
     with torch.no_grad():

@@ -81,9 +81,14 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Va
     _check_captures(variant, {"b": q.shape[0], "h": q.shape[2]}, _read(variant, q, k))
 
 
+def without_scores(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether there is no query, or no key that one could see."""
+    return q.shape[:3].numel() == 0 or k.shape[1] == 0
+
+
 def _read(variant: Variant, q: torch.Tensor, k: torch.Tensor) -> Collection[int]:
     """The captured tensors that a call reads: without queries none, without keys the epilogue's."""
-    if q.shape[0] * q.shape[1] * q.shape[2] == 0:
+    if q.shape[:3].numel() == 0:
         return ()
     if k.shape[1]:
         return range(len(variant.captures))

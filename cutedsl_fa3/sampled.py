@@ -20,9 +20,8 @@ from functools import cached_property
 import torch
 
 from .checks import sampled_rows, tolerance
-from .reference import rows_of_head
+from .reference import rounded_rows_of_head, rows_of_head
 from .variant import Variant
-from .variant.evaluate import evaluate
 
 SCORES = 1 << 22
 HEADS, FEW_HEADS, FEWEST = 16, 4, 8
@@ -174,7 +173,7 @@ def _of_head(
     (b, head, rows), (out, lse), dtype = place, result, inputs[0].dtype
     exact, exact_lse = rows_of_head(*inputs, variant, place, scale=scale)
     single, single_lse = rows_of_head(*inputs, variant, place, scale=scale, dtype=torch.float32)
-    plain = plain_rows(*inputs, variant, place, scale)
+    plain = rounded_rows_of_head(*inputs, variant, place, scale=scale)
     got = out[b, rows, head].double()
     allowed = torch.full_like(exact, _allowed(exact, plain))
     counts = exact.isfinite() & single.isfinite() & (plain.isfinite() | got.isfinite())
@@ -193,52 +192,3 @@ def _allowed(exact: torch.Tensor, plain: torch.Tensor) -> float:
     both, info = exact.isfinite() & plain.isfinite(), torch.finfo(plain.dtype)
     step = max(torch.finfo(torch.float32).tiny, info.tiny * info.eps)
     return (tolerance(exact[both], plain[both]) if bool(both.any()) else 0.0) + step
-
-
-def plain_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    place: Place,
-    scale: float,
-) -> torch.Tensor:
-    """Some rows of one head as plain torch gives them at the input dtype: scores and P rounded.
-
-    Values that are not finite count as 0: where they are seen, fp64 is not finite either.
-
-    Shape: (len(rows), head_dim_v).
-    """
-    b, head, rows = place
-    kv_head = head // (q.shape[2] // k.shape[2])
-    scores = (q[b, rows, head] @ k[b, :, kv_head].T).float() * scale
-    at = {
-        "b": b,
-        "h": head,
-        "q": rows[:, None],
-        "k": torch.arange(k.shape[1], device=q.device),
-        "seqlen_q": q.shape[1],
-        "seqlen_k": k.shape[1],
-    }
-    captures, visible = variant.captures, torch.ones_like(scores, dtype=torch.bool)
-    if variant.mask is not None:
-        visible = evaluate(variant.mask, at, captures).expand(scores.shape)
-    if variant.score is not None:
-        scores = evaluate(variant.score, {"score": scores, **at}, captures).expand(scores.shape)
-    lse = None
-    if variant.weight is not None:
-        weights = evaluate(variant.weight, {"score": scores, **at}, captures)
-        weights = weights.expand(scores.shape).masked_fill(~visible, 0.0)
-    else:
-        scores = scores.masked_fill(~visible, -math.inf)
-        if variant.sink is not None:
-            sink = captures[variant.sink].to(q.device, torch.float32).expand(q.shape[2])[head]
-            scores = torch.cat([scores, sink.expand(len(rows), 1)], -1)  # one more, of no key
-        lse = torch.logsumexp(scores, -1, keepdim=True)
-        weights = torch.softmax(scores, -1).nan_to_num(0.0)[:, : k.shape[1]]
-    values = v[b, :, kv_head].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    o = (weights.to(v.dtype) @ values).float()
-    if variant.epilogue is not None:
-        given = {"o": o, **at} if lse is None else {"o": o, "lse": lse, **at}
-        o = evaluate(variant.epilogue, given, captures).expand(o.shape)
-    return o.to(q.dtype)

@@ -95,16 +95,19 @@ def run_loads(chosen: list[Case], kernel: object, beyond: int) -> dict:
     arena = Arena([case.memory for case in chosen])
     for i, case in enumerate(chosen):
         said = [[case.tmap.bytes_per_box, case.at, beyond, 0]]
+        row = torch.zeros(
+            1, SEEN, dtype=torch.int64, device="cuda"
+        )  # a row of `seen` is not aligned
         with naming(case):
             kernel.launch(
                 descriptors([copy_cases.placed(case, arena.address(i))]),
                 corners([case.coordinate]),
                 torch.tensor(said, dtype=torch.int32, device="cuda"),
                 smem[i : i + 1],
-                seen_row := torch.zeros(1, SEEN, dtype=torch.int64, device="cuda"),
+                row,
             )
             torch.cuda.synchronize()
-        seen[i] = seen_row[0]
+        seen[i] = row[0]
     return {"smem": smem.cpu().view(torch.uint8), "seen": seen.cpu()}
 
 

@@ -4,7 +4,7 @@
 
 `said`: what the model must say, as regular expressions. `hardware`: what becomes of it on a GPU:
 
-    hangs      always, or CUDA reports an error: more arrivals than an mbarrier counts
+    hangs      always, or CUDA reports an error
     corrupts   always, with `slow()`: the same kernel with a delay where its race is
     races      any of hanging, wrong and right, as it happens
     benign     the result is right: the compiler repairs it, or nothing is lost on this hardware

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 import filelock
 import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from faulty_steps import InThreads, TooManyBytes
 
 from cutedsl_fa3 import cache
 from cutedsl_fa3.hang import RUNS_ON, Hang, watch
@@ -30,20 +31,6 @@ from cutedsl_fa3.problem import Problem
 from cutedsl_fa3.variant import Variant
 
 TILES, CTAS = 5, 4  # of each CTA; in the grid
-
-
-class InThreads(Ring):
-    """Counts the consumer's threads where its warps arrive."""
-
-    def arrivals(self, roles: Mapping[str, Role], cluster: tuple[int, int]) -> int:
-        return roles[self.consumer].threads
-
-
-class TooMuch(Ring):
-    """Announces a kibibyte more than is copied."""
-
-    def transaction_bytes(self, tiles: Mapping[str, Tile]) -> int:
-        return super().transaction_bytes(tiles) + 1024
 
 
 @dataclass(frozen=True)
@@ -64,7 +51,7 @@ class Relay(WarpSpecialized):
         self.fault = fault
         self.cluster = (2, 1) if fault == "a CTA of the cluster releases nothing" else (1, 1)
         self.tiles = {"x": Tile(128, 64, cutlass.BFloat16)}
-        made = {"a count in threads": InThreads, "too many bytes": TooMuch}.get(fault, Ring)
+        made = {"a count in threads": InThreads, "too many bytes": TooManyBytes}.get(fault, Ring)
         shared = {"x": "m"} if self.cluster != (1, 1) else {}
         self.rings = {"x": made(("x",), 2, multicast=shared)}
         self.roles = {"producer": Role(4, registers=24), "consumer": Role(8, registers=240)}
@@ -237,8 +224,8 @@ def cuda_works() -> bool:
 def main(fault: str, seconds: float = 0.5) -> None:
     """Print the exception that a fault ends in, and after how many seconds.
 
-    Such processes may compile side by side, but use the GPU one after the other: recovering from
-    several traps at once, the driver has left a kernel running for minutes.
+    Such processes may compile side by side, but use the GPU one after the other: beside others that
+    hung, a kernel has once gone on after its trap.
     """
     whole = fault == "the forward"
     kernel = faulty_forward() if whole else Relay(fault)

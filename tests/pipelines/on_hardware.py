@@ -51,8 +51,8 @@ OUTCOMES = {
 class FaultRow:
     """One fault: what the catalogue expects of hardware, what became of it, and what was said.
 
-    `outcome`: "hangs", "fails" (CUDA reports an error: an mbarrier with more arrivals than it
-    counts is an illegal instruction), "corrupts" or "benign"; else how its process ended.
+    `outcome`: "hangs", "fails" (CUDA reports an error), "corrupts" or "benign"; else how its
+    process ended.
     """
 
     name: str
@@ -81,7 +81,7 @@ def run(fault: Fault) -> tuple[str, str]:
     compiled = {name: cache.get(kernel) for name, kernel in kernels.items()}
     torch.cuda.init()
     turn = Path(tempfile.gettempdir(), "cutedsl_fa3_hanging.lock")
-    with filelock.FileLock(turn):  # several traps at once have left a kernel running
+    with filelock.FileLock(turn):  # one kernel at a time that hangs
         try:
             watch(fault.slow(), *fault.arguments("cuda"), seconds=SECONDS)
         except Hang as error:
