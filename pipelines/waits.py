@@ -103,8 +103,6 @@ class Mbarrier:
     @classmethod
     def of(cls, raw: int) -> Mbarrier:
         """From its 64 bits."""
-        if not raw:
-            return cls(0, 0, 0)
         count = (1 << COUNT_BITS) - 1
         tx = raw >> BYTES_SHIFT & (1 << BYTES_BITS) - 1
         return cls(

@@ -174,6 +174,15 @@ def test_a_dimension_of_size_1_may_have_any_stride_after_a_good_call(gpu, checke
     assert all(t.stride(0) % 8 == 0 for launch in gpu.launches for t in launch[1:4])
 
 
+def test_strides_that_replaced_odd_ones_are_not_those_of_the_next_layout(gpu):
+    q = drawn(1, 128, 4, 64)
+    heads_first = drawn(1, 4, 128, 64).transpose(1, 2)
+    fa3.attention(q, odd_strides(q), q)
+    fa3.attention(q, heads_first, q)
+    assert gpu.launches[0][2].stride()[1:] == q.stride()[1:]
+    assert gpu.launches[1][2].stride() == heads_first.stride()
+
+
 @pytest.mark.gpu
 def test_a_dimension_of_size_1_gives_the_same_bits_with_any_stride():
     q, k, v = (torch.randn(1, 128, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
