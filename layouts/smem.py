@@ -11,6 +11,9 @@ from .errors import LayoutError
 # Source: CUDA C++ Programming Guide, compute capabilities: 227 KB per thread block.
 SMEM_CAPACITY = 227 * 1024
 
+# Shared memory of a multiprocessor, a KB of which is the system's. Source: ibid.
+SMEM_OF_ALL_BLOCKS = 228 * 1024
+
 _BAR_WIDTH = 40
 
 

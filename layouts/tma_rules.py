@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from .smem import SMEM_CAPACITY
+from .smem import SMEM_CAPACITY, SMEM_OF_ALL_BLOCKS
 from .swizzle import NONE, SW32, SW64, SW128
 
 if TYPE_CHECKING:
@@ -238,6 +238,7 @@ def _box_rules(tmap: TensorMap) -> list[Rule]:
             f"at most {SMEM_CAPACITY}, the shared memory of a block",
             total <= SMEM_CAPACITY,
             f"split it into {-(-total // SMEM_CAPACITY)} boxes or more",
+            "driver" if total > SMEM_OF_ALL_BLOCKS else "instruction",
         ),
     ]
 

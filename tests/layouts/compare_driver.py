@@ -52,6 +52,7 @@ class Comparison:
     alone: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)
     rules: dict[str, Rule] = field(default_factory=dict)
+    sources: dict[str, set[str]] = field(default_factory=dict)
     ours: int = 0
     beyond: int = 0
     missed: list[TensorMap] = field(default_factory=list)
@@ -63,6 +64,7 @@ class Comparison:
         self.verdicts.append(accepted)
         for rule in bad:
             self.rules[rule.name] = rule
+            self.sources.setdefault(rule.name, set()).add(rule.source)
             self.broken[rule.name] += 1
         if len(bad) == 1:
             self.alone[bad[0].name] += 1
@@ -80,7 +82,7 @@ class Comparison:
         return tuple(
             RuleRow(
                 name,
-                self.rules[name].source,
+                " or ".join(sorted(self.sources[name])),
                 count,
                 self.alone[name],
                 self.accepted[name],
