@@ -27,7 +27,8 @@ class Schedule:
     `overlap`: "intra" issues the next tile's first product before the softmax of this one,
     "pingpong" lets consumer warpgroups take turns on the tensor cores, "both" does both.
     `cluster`: CTAs along (m, n) that share multicast loads. `head_group`: heads whose tiles are
-    interleaved so that their K and V stay in L2 (1: head after head).
+    interleaved so that their K and V stay in L2 (1: head after head). `persistent`: a CTA a
+    multiprocessor, which draws tile after tile, instead of a CTA a tile.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -40,6 +41,7 @@ class Schedule:
     overlap: Overlap = "both"
     cluster: tuple[int, int] = (1, 1)
     head_group: int = 8
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
@@ -71,6 +73,7 @@ class Schedule:
             "two extents of 1, 2 or 4 in a tuple, with a product of at most 8",
         )
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
+        need(isinstance(self.persistent, bool), "persistent", "True or False")
 
     @property
     def intra(self) -> bool:
@@ -85,5 +88,6 @@ class Schedule:
     def __str__(self) -> str:
         return (
             f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.consumers} consumer "
-            f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}"
+            f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}, "
+            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}"
         )
