@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Overlap = Literal["none", "pingpong", "intra", "both"]
+Store = Literal["tma", "direct"]
 
 # Keeps TileOrder's products in 32 bits: 2^31 rows are 2^25 tiles of 64, times 32 heads.
 MAX_HEAD_GROUP = 32
@@ -28,7 +29,8 @@ class Schedule:
     "pingpong" lets consumer warpgroups take turns on the tensor cores, "both" does both.
     `cluster`: CTAs along (m, n) that share multicast loads. `head_group`: heads whose tiles are
     interleaved so that their K and V stay in L2 (1: head after head). `persistent`: a CTA a
-    multiprocessor, which draws tile after tile, instead of a CTA a tile.
+    multiprocessor, which draws tile after tile, instead of a CTA a tile. `store`: the output goes
+    by "tma" through shared memory, or "direct" from registers, and needs no shared memory then.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -42,6 +44,7 @@ class Schedule:
     cluster: tuple[int, int] = (1, 1)
     head_group: int = 8
     persistent: bool = False
+    store: Store = "tma"
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
@@ -74,6 +77,7 @@ class Schedule:
         )
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
         need(isinstance(self.persistent, bool), "persistent", "True or False")
+        need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
 
     @property
     def intra(self) -> bool:
@@ -89,5 +93,5 @@ class Schedule:
         return (
             f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.consumers} consumer "
             f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}, "
-            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}"
+            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, store {self.store}"
         )

@@ -102,8 +102,9 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             "q": Tile(s.tile_m, d, dtype),
             "k": Tile(s.tile_n, d, dtype),
             "v": Tile(s.tile_n, dv, dtype),
-            "o": Tile(s.tile_m, dv, dtype),
         }
+        if s.store == "tma":
+            self.tiles["o"] = Tile(s.tile_m, dv, dtype)
         self.strip = Tile(wgmma.ROWS, dv, dtype)  # the rows of O that one warpgroup stores
         self.rings = {
             "q": Ring(("q",), 1),
@@ -122,13 +123,16 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
         }
-        table = {"strip": Barrier(wgmma.WARPGROUP, copies=s.consumers)}
+        table = {}
+        if s.store == "tma":
+            table["strip"] = Barrier(wgmma.WARPGROUP, copies=s.consumers)
         if s.pingpong:
             table["turn"] = Barrier(2 * wgmma.WARPGROUP, copies=s.consumers)
         self.barriers = Barriers(table)
         self.order = TileOrder(s.head_group)
         roomy = s.persistent and self.smem.total <= self.smem.capacity
-        if self.tiles["q"].holds_rows_of(self.tiles["o"]) and not roomy:
+        o = self.tiles.get("o")
+        if o is not None and self.tiles["q"].holds_rows_of(o) and not roomy:
             self.aliases = {"o": "q"}
         self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
         # A mask hides values of a visited tile, and so does a score of -inf.
@@ -171,6 +175,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         pv_name, pv = wgmma.instructions(s.tile_m, dv, s.tile_n, s.consumers)
         products = {qk_name: places * qk}
         products[pv_name] = products.get(pv_name, 0) + places * pv
+        stores = {"o": self.strip} if s.store == "tma" else {}
         loads = {"q": 1, "k": 1, "v": 2 if self.plan.by_tile else 1}  # places in the code
         rows = wgmma.ROWS_HELD  # that one thread holds, and cols of each
         cols = wgmma.ROWS * s.tile_n // (wgmma.WARPGROUP * rows)
@@ -183,7 +188,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             ),
         )
         return (
-            *self.common_expectations(loads, {"o": self.strip}, rank=4),
+            *self.common_expectations(loads, stores, rank=4),
             *(
                 Expect(name, "exactly", count, f"QK and PV, in {places} places")
                 for name, count in products.items()
@@ -211,7 +216,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             tuple(self.tiles["q"].load_atom(q)),
             tuple(self.tiles["k"].load_atom(k)),
             tuple(self.tiles["v"].load_atom(v)),
-            tuple(self.strip.store_atom(o)),
+            tuple(self.strip.store_atom(o)) if s.store == "tma" else (None, o),
             (q, k, v) if self.repairs else None,
             None if lse is None else rows_first(lse),
             captures,
@@ -264,7 +269,10 @@ class ForwardSm90(MainLoop, WarpSpecialized):
 
     @cute.jit
     def produce_drawn(self, io, smem, ports):
-        """One work tile after the other, drawn while the one before is loaded."""
+        """One work tile after the other; the next is drawn before the last loads of this one.
+
+        Sooner would give it to this CTA while another is done first.
+        """
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         work, visits = ports.work, ports.visits if self.plan.by_tile else None
         tiles = self.work_tiles(io)
@@ -272,15 +280,19 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         while index < tiles:
             m_block, head, batch = self.place(io, index)
             work = put(work, smem.work, m_block, head, batch)
-            drawn = draw(io.counter)
             ends = SimpleNamespace(q=ring_q, k=ring_k, v=ring_v, visits=visits)
-            ring_q, ring_k, ring_v, visits = self.produce(io, smem, ends, m_block, head, batch)
+            ring_q, ring_k, ring_v, visits, drawn = self.produce(
+                io, smem, ends, m_block, head, batch
+            )
             index = drawn_tile(drawn, io.counter, tiles)
         put(work, smem.work, Int32(END), Int32(0), Int32(0))
 
     @cute.jit
     def produce(self, io, smem, ports, m_block, head, batch):
-        """Q, then K and V of the visible tiles of one work tile. Returns the rings' ends."""
+        """Q, K and V of the visible tiles of one work tile.
+
+        Returns the rings' ends and, for persistent CTAs, the number drawn for the next work tile.
+        """
         w = self.work(io, m_block, head, batch)
         kv_head = self.kv_head(io, head)
         loads = (
@@ -290,10 +302,11 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         )
         if cutlass.const_expr(self.plan.by_tile):
             return self.produce_by_tile(io, smem, ports, w, loads)
-        return (*self.produce_runs(ports, w, loads), None)
+        ring_q, ring_k, ring_v, drawn = self.produce_runs(io, ports, w, loads)
+        return ring_q, ring_k, ring_v, None, drawn
 
     @cute.jit
-    def produce_runs(self, ports, w, loads):
+    def produce_runs(self, io, ports, w, loads):
         """Load the tiles of `w.runs`.
 
         The slots of K are empty before that of Q, so the first K comes before Q; where Q has to
@@ -303,8 +316,15 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         total = w.runs.n_total
         late = self.schedule.persistent and "o" in self.aliases and self.schedule.stages > 1
+        again, drawn = self.schedule.persistent, Int32(0)
+        if cutlass.const_expr(again):
+            if total == 0:
+                drawn = draw(io.counter)
         if total > 0:
             for j in cutlass.range(total + 1, unroll=1):  # K runs one tile ahead of V
+                if cutlass.const_expr(again):
+                    if j == total - 1:
+                        drawn = draw(io.counter)
                 if j < total:
                     slot_k = ring_k.acquire_and_advance()
                     load_k(w.runs.n_block(j), slot_k)
@@ -317,7 +337,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
                     slot_q = ring_q.acquire_and_advance()
                     load_q(w.m_block, slot_q)
                     slot_q.commit()
-        return ring_q, ring_k, ring_v
+        return ring_q, ring_k, ring_v, drawn
 
     @cute.jit
     def produce_by_tile(self, io, smem, ports, w, loads):
@@ -353,12 +373,13 @@ class ForwardSm90(MainLoop, WarpSpecialized):
                         load_v(before, slot_v)
                         slot_v.commit()
                     before = n_block
+        drawn = draw(io.counter) if self.schedule.persistent else Int32(0)
         visits = put(visits, smem.visits, Int32(END))
         if before != END:
             slot_v = ring_v.acquire_and_advance()
             load_v(before, slot_v)
             slot_v.commit()
-        return ring_q, ring_k, ring_v, visits
+        return ring_q, ring_k, ring_v, visits, drawn
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
@@ -376,8 +397,9 @@ class ForwardSm90(MainLoop, WarpSpecialized):
                 ends = SimpleNamespace(q=ring_q, k=ring_k, v=ring_v, visits=visits)
                 ring_q, ring_k, ring_v, visits = self.attend(io, smem, w, f, turns, ends, thread)
                 work, m_block, head, batch = take(work, smem.work)
-            if thread % wgmma.WARPGROUP < WARP:
-                self.stored()
+            if cutlass.const_expr(s.store == "tma"):
+                if thread % wgmma.WARPGROUP < WARP:
+                    self.stored()
         else:
             index, _, _ = cute.arch.block_idx()
             w = self.work(io, *self.place(io, index))
@@ -413,11 +435,28 @@ class ForwardSm90(MainLoop, WarpSpecialized):
     @cute.jit
     def epilogue(self, io, smem, w, f, softmax, thread):
         """O and LSE to global memory; each warpgroup stores its own 64 rows."""
-        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         first_q = w.m_block * self.schedule.tile_m
         lse = softmax.finish(f.output)
         spoilt = lost(f.output, lse) if self.repairs else []
         w.elements.finish(f.output, lse, first_q, f.places)
+        if cutlass.const_expr(self.schedule.store == "tma"):
+            self.store_through_smem(io, smem, w, f, spoilt, lse, thread)
+        else:
+            self.store_directly(io, w, f)
+            if cutlass.const_expr(self.repairs):
+                o = io.o[1][None, None, w.head, w.batch]
+                self.repair(io, w, f, o, 0, spoilt, lse, thread)
+        if cutlass.const_expr(lse is not None):
+            lse_row = io.lse[None, w.head, w.batch]
+            for r in cutlass.range_constexpr(len(lse)):
+                row = first_q + f.places.row + f.places.row_offsets[r]
+                if thread % 4 == 0 and row < io.lse.shape[0]:
+                    lse_row[row] = lse[r]
+
+    @cute.jit
+    def store_through_smem(self, io, smem, w, f, spoilt, lse, thread):
+        """Each warpgroup's rows of O to shared memory, from there by TMA."""
+        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         aliased, persistent = "o" in self.aliases, self.schedule.persistent
         waits = aliased or not persistent  # else the store is waited for before the next one
         if cutlass.const_expr(not waits):
@@ -428,23 +467,37 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         rows = cute.local_tile(smem.o, (self.strip.rows, self.strip.cols), (group, 0))
         wgmma.to_smem(f.acc_o, rows, f.pv_strip, thread % wgmma.WARPGROUP)
         if cutlass.const_expr(self.repairs):
-            self.repair(io, w, f, rows, spoilt, lse, thread)
+            first = w.m_block * self.schedule.tile_m + group * wgmma.ROWS
+            self.repair(io, w, f, rows, first, spoilt, lse, thread)
         cute.arch.fence_view_async_shared()
         self.barriers["strip", group].arrive_and_wait()
         if thread % wgmma.WARPGROUP < WARP:
             target = head_of(io.o, w.head, w.batch)
             block = w.m_block * self.schedule.consumers + group
             self.store(self.strip, target, rows, (block, 0), wait=waits)
-        if cutlass.const_expr(lse is not None):
-            lse_row = io.lse[None, w.head, w.batch]
-            for r in cutlass.range_constexpr(len(lse)):
-                row = first_q + f.places.row + f.places.row_offsets[r]
-                if thread % 4 == 0 and row < io.lse.shape[0]:
-                    lse_row[row] = lse[r]
 
     @cute.jit
-    def repair(self, io, w, f, rows, spoilt, lse, thread):
-        """Compute rows again that a hidden value has spoilt; a warp wrote its own rows."""
+    def store_directly(self, io, w, f):
+        """O from registers, 16 bytes a lane; rows and columns outside the tensor are left out."""
+        o = io.o[1][None, None, w.head, w.batch]
+        whole = self.head_dim_v == self.plan.problem.head_dim_v
+        lane = cute.arch.lane_idx() % 4
+        for r in cutlass.range_constexpr(len(f.places.row_offsets)):
+            vectors = wgmma.row_vectors(f.output[r, None], self.dtype)
+            row = w.m_block * self.schedule.tile_m + f.places.row + f.places.row_offsets[r]
+            if row < o.shape[0]:
+                for n in cutlass.range_constexpr(len(vectors)):
+                    chunk = 4 * n + lane
+                    if whole or 8 * chunk < o.shape[1]:
+                        target = cute.local_tile(o, (1, 8), (row, chunk))
+                        cute.autovec_copy(vectors[n], target[0, None])
+
+    @cute.jit
+    def repair(self, io, w, f, rows, first, spoilt, lse, thread):
+        """Compute rows again that a hidden value has spoilt; a warp wrote its own rows.
+
+        `rows` is where they lie, those of query `first` and of its successors.
+        """
         any_row = spoilt[0]
         for r in cutlass.range_constexpr(1, len(spoilt)):
             any_row = any_row | spoilt[r]
@@ -454,7 +507,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
                 inside = f.places.row + chosen(f.places.row_offsets, r)
                 row = w.m_block * self.schedule.tile_m + inside
                 if chosen(spoilt, r) and row < w.elements.seqlen_q:
-                    out = rows[inside % wgmma.ROWS, None]
+                    out = rows[row - first, None]
                     of_row = None if lse is None else chosen(lse, r)
                     self.again(io, w).row(out, row, of_row, thread)
 

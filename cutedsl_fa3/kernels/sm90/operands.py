@@ -24,7 +24,8 @@ AT_ONCE = 8  # scores that are rounded together
 class Io:
     """What the kernel reads and writes.
 
-    Shape: q, k, v, o as (seqlen, head_dim, heads, batch) with their TMA atoms; plain: q, k, v
+    Shape: q, k, v, o as (seqlen, head_dim, heads, batch) with their TMA atoms, o without where it
+    is stored from registers; plain: q, k, v
     without, where rows may have to be computed again; lse (seqlen_q, heads, batch) fp32, None for
     weights without one; captures in the variant's order; table as variant/summaries.py has it;
     visits (batch, heads, m_blocks, n_blocks + 1) in a build that traces them; counter (1,), from
@@ -35,7 +36,7 @@ class Io:
     q: tuple[cute.CopyAtom, cute.Tensor]
     k: tuple[cute.CopyAtom, cute.Tensor]
     v: tuple[cute.CopyAtom, cute.Tensor]
-    o: tuple[cute.CopyAtom, cute.Tensor]
+    o: tuple[cute.CopyAtom | None, cute.Tensor]
     plain: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None
     lse: cute.Tensor | None
     captures: tuple[cute.Tensor, ...] | None
