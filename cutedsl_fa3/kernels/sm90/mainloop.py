@@ -157,7 +157,7 @@ class MainLoop:
         warpgroup.wait_group(1)
         slot_k.release()
         self.modify(w, f, acc_s, n_block, masked)
-        softmax.step(wgmma.as_rows_cols(acc_s))
+        softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early)
         warpgroup.wait_group(0)
         slot_v.release()
         f.round_p(acc_s)
