@@ -20,6 +20,8 @@ from .variant.tiles import by_tile
 
 if TYPE_CHECKING:
     from .kernels.sm90.forward import ForwardSm90
+    from .ledger.launch import Sizes
+    from .ledger.page import Ledger
     from .pipelines import Schedule
 
 
@@ -27,13 +29,15 @@ if TYPE_CHECKING:
 class Plan:
     """What a forward kernel will do, before anything is compiled.
 
-    `trace`: a debug build that notes the key tiles it visits.
+    `trace`: a debug build that notes the key tiles it visits. `sizes`: of a call, for the time that
+    the plan predicts; they affect no code.
     """
 
     variant: Variant
     problem: Problem
     schedule: Schedule
     trace: bool = False
+    sizes: Sizes | None = None
 
     @classmethod
     def default(cls, variant: Variant, problem: Problem, *, trace: bool = False) -> Plan:
@@ -110,8 +114,16 @@ class Plan:
         ]
         lines += [f"  named barriers: {kernel.barriers}", "", "expected instructions"]
         lines += [f"  {claim}" for claim in kernel.expected()]
+        lines += ["", "cost", *_indented(self.ledger)]
         lines += ["", f"kernel   {self.why}"]
         return "\n".join(lines)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this is predicted to cost, by step and pipe; printable."""
+        from .ledger.page import Ledger
+
+        return Ledger(self, self.sizes)
 
     @property
     def why(self) -> str:
