@@ -34,3 +34,5 @@ def run_ledger(
         print(f"written to {stored.write(made)} and {stored.explain(made)}")
         return
     print(stored.report())
+    if line := stored.older(stored.load()):
+        print(f"\n{line}")

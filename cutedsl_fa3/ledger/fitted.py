@@ -10,20 +10,20 @@ RECORDS = (
     "tune-h200-20261129-195356.json",
 )
 PARAMETERS = {
-    "clock": 1.9046,
-    "launch": 13528.2,
+    "clock": 1.7947,
+    "launch": 0.0,
     "work_tile": {
-        "a CTA a tile": 6035.6,
+        "a CTA a tile": 8125.2,
     },
     "exposed": {
-        "2 both": 0.5079,
-        "2 intra": 0.4494,
-        "2 none": 0.6794,
-        "2 pingpong": 0.6939,
-        "3 both": 0.0644,
-        "3 intra": 0.0985,
-        "3 none": 0.2509,
-        "3 pingpong": 0.3935,
+        "2 both": 0.3898,
+        "2 intra": 0.3248,
+        "2 none": 0.5506,
+        "2 pingpong": 0.5643,
+        "3 both": 0.0000,
+        "3 intra": 0.0000,
+        "3 none": 0.1372,
+        "3 pingpong": 0.2729,
     },
 }
 SCHEDULES = {

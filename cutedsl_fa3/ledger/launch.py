@@ -39,9 +39,9 @@ class Sizes(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Key tiles of each work tile, in launch order.
+    """Key tiles of each work tile, in launch order; a tile that half of its rows pass over is half.
 
-    Shape: (work tiles,) int64 each; `masked` counts those of `total` that need the element mask.
+    Shape: (work tiles,) fp64 each; `masked` counts those of `total` that need the element mask.
     """
 
     total: torch.Tensor
@@ -102,18 +102,39 @@ def visit_counts(plan: Plan, sizes: Sizes) -> Visits | None:
     depends = mask.inputs if mask is not None else frozenset[str]()
     apart = (sizes.batch if "b" in depends else 1) * (sizes.heads if "h" in depends else 1)
     blocks = -(-sizes.seqlen_q // s.tile_m), -(-sizes.seqlen_k // s.tile_n)
-    if 0 in sizes or apart * blocks[0] * blocks[1] > MOST_DECIDED:
+    if 0 in sizes or apart * blocks[0] * blocks[1] * s.consumers > MOST_DECIDED:
         return None
     visited, masked = visited_tiles(mask, plan.variant.captures, *sizes, s.tile_m, s.tile_n)
+    share = visited.double()
+    if not plan.by_tile:
+        share = share * _share_of_rows(plan, sizes, blocks[0])
     every = (sizes.batch, sizes.heads, -1)
-    total, partial = (t.sum(-1).cpu().expand(every) for t in (visited, visited & masked))
-    return Visits(_in_order(total, s.head_group), _in_order(partial, s.head_group))
+    counts = (t.sum(-1).cpu().expand(every) for t in (share, share * masked))
+    return Visits(*(_in_order(each, s.head_group) for each in counts))
+
+
+def _share_of_rows(plan: Plan, sizes: Sizes, m_blocks: int) -> torch.Tensor:
+    """Of each tile of queries and key tile, the share of warpgroups that do not pass over it.
+
+    They pass over what lies to the right of all that their rows see (kernels/sm90/mainloop.py).
+    """
+    from cutedsl_fa3.variant.visits import visited_tiles
+
+    s, variant = plan.schedule, plan.variant
+    rows = s.tile_m // s.consumers
+    seen, _ = visited_tiles(variant.mask, variant.captures, *sizes, rows, s.tile_n)
+    missing = m_blocks * s.consumers - seen.shape[2]  # strips past the last query
+    seen = torch.nn.functional.pad(seen, (0, 0, 0, missing))
+    to_the_right = seen.flip(-1).cumsum(-1).flip(-1) > 0  # or seen itself
+    return to_the_right.unflatten(2, (m_blocks, s.consumers)).double().mean(3)
 
 
 def _in_order(counts: torch.Tensor, head_group: int) -> torch.Tensor:
-    """Of (batch, heads, m_blocks), as CTAs start: groups of heads, in each the last rows first."""
+    """Of (batch, heads, m_blocks), in launch order (pipelines/tile_order.py)."""
     by_head = counts.reshape(-1, counts.shape[-1]).flip(-1)
-    return torch.cat([group.T.reshape(-1) for group in by_head.split(head_group)])
+    groups = -(-len(by_head) // head_group)
+    widest = -(-len(by_head) // groups)
+    return torch.cat([group.T.reshape(-1) for group in by_head.split(widest)])
 
 
 def milliseconds(

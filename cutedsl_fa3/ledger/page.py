@@ -120,7 +120,7 @@ class Ledger:
             return f"{self.sizes}: nothing to do, or too many tiles to look at"
         assert self.visits is not None
         d, dv = self.plan.problem.head_dim, self.plan.problem.head_dim_v
-        flop = 2 * (d + dv) * _scores(self.plan) * int(self.visits.total.sum())
+        flop = 2 * (d + dv) * _scores(self.plan) * float(self.visits.total.sum())
         speed = flop / self.ms * 1e-9
         return (
             f"about {self.ms:.3g} ms, {speed:.0f} TFLOP/s in visited tiles, {self.to_causal:.2f} x "

@@ -115,6 +115,15 @@ def write(made: Stored, path: Path = FITTED) -> Path:
     return path
 
 
+def older(made: Stored) -> str:
+    """A line that says so if the records are of other sources than today's; empty if not."""
+    from cutedsl_fa3.cache import source_fingerprint
+
+    hashes = {name: Record.read(DATA / name).meta["kernel_source_hash"] for name in made.records}
+    old = [name for name, its in hashes.items() if its != source_fingerprint()]
+    return f"of kernels other than today's, so measure and fit again: {', '.join(old)}" * bool(old)
+
+
 def explain(made: Stored, path: Path = README) -> Path:
     """Write the report of a fit into a README."""
     path.write_text(filled(path.read_text(), "ledger", f"```\n{report(made)}\n```\n"))

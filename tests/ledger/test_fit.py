@@ -44,7 +44,7 @@ def test_the_records_named_fit_to_the_numbers_kept():
 def test_every_plain_row_is_met():
     made, found = kept()
     for sample in plain(found):
-        assert sample.predicted(made.parameters) == pytest.approx(sample.row.ms, rel=0.08)
+        assert sample.predicted(made.parameters) == pytest.approx(sample.row.ms, rel=0.1)
 
 
 @pytest.mark.parametrize("each", variants(), ids=lambda c: f"{c.row.variant}-d{c.row.head_dim}")
@@ -103,6 +103,16 @@ def record(tmp_path: Path, kind: str, **meta) -> None:
     known = {"device": "NVIDIA H200", "date": "2030-01-01T00:00:00+00:00"}
     names = ("driver", "torch", "cutlass", "toolchain", "commit", "kernel_source_hash")
     Record(dict.fromkeys(names, "x") | known | meta).write(tmp_path / f"{kind}-h200.json")
+
+
+def test_records_of_other_kernels_than_todays_are_named(monkeypatch):
+    made = kept()[0]
+    (name, *_) = made.records
+    its = Record.read(stored.DATA / name).meta["kernel_source_hash"]
+    monkeypatch.setattr("cutedsl_fa3.cache.source_fingerprint", lambda: its)
+    assert name not in stored.older(made)
+    monkeypatch.setattr("cutedsl_fa3.cache.source_fingerprint", lambda: "another")
+    assert all(each in stored.older(made) for each in made.records)
 
 
 def test_records_of_other_sources_or_devices_are_refused(tmp_path: Path, monkeypatch):

@@ -32,12 +32,12 @@ def plan(mask, **changes) -> Plan:
     return Plan(Variant(mask=mask), Problem("bf16", 64, 64), schedule)
 
 
-@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", MASKS)
 def test_visits_are_those_of_the_kernel_in_the_order_of_its_ctas(name, group):
-    made = plan(MASKS[name], head_group=group)
+    made = plan(MASKS[name], tile_m=64, consumers=1, head_group=group)
     found = visit_counts(made, SIZES)
-    entries = all_visits(made.variant.mask, made.variant.captures, *SIZES, 128, 64).flatten(0, 1)
+    entries = all_visits(made.variant.mask, made.variant.captures, *SIZES, 64, 64).flatten(0, 1)
     heads, blocks, _ = entries.shape
     order = [TileOrder(group).at(i, blocks, heads) for i in range(blocks * heads)]
     of_each = [entries[head, m_block] for m_block, head in order]
@@ -45,8 +45,23 @@ def test_visits_are_those_of_the_kernel_in_the_order_of_its_ctas(name, group):
     assert found.masked.tolist() == [int((e >= 0).logical_and(e % 2 == 1).sum()) for e in of_each]
 
 
+@pytest.mark.parametrize("consumers", [2, 3])
+@pytest.mark.parametrize("name", ["all", "causal"])
+def test_a_warpgroup_passes_over_the_first_tiles_that_its_rows_do_not_see(name, consumers):
+    made = plan(MASKS[name], tile_m=64 * consumers, consumers=consumers, head_group=1)
+    q, k = torch.arange(SIZES.seqlen_q)[:, None], torch.arange(SIZES.seqlen_k)
+    seen = k <= q + SIZES.seqlen_k - SIZES.seqlen_q if name == "causal" else (k >= 0) & (q >= 0)
+    wanted = []
+    for first in range(0, SIZES.seqlen_q, 64 * consumers):
+        strips = [seen[row : row + 64] for row in range(first, first + 64 * consumers, 64)]
+        tiles = [-(-int(strip.sum(1).max()) // 64) for strip in strips if len(strip)]
+        wanted.append(sum(tiles) / consumers)
+    heads = SIZES.batch * SIZES.heads
+    assert visit_counts(made, SIZES).total.tolist() == pytest.approx(wanted[::-1] * heads)
+
+
 def test_tiles_that_are_too_many_to_look_at_are_not_looked_at(monkeypatch):
-    monkeypatch.setattr(launch, "MOST_DECIDED", 4 * 11)
+    monkeypatch.setattr(launch, "MOST_DECIDED", 4 * 11 * 2)
     assert visit_counts(plan(masks.causal), SIZES) is not None
     assert visit_counts(plan(MASKS["by head"]), SIZES) is None
     assert visit_counts(plan(None), SIZES._replace(batch=0)) is None
