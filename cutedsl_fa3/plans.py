@@ -14,7 +14,7 @@ from .problem import Problem
 from .schedules import default_schedule
 from .variant import Variant
 from .variant.describe import describe
-from .variant.pairs import pairs
+from .variant.pairs import dense, pairs
 from .variant.summaries import table_shape
 from .variant.tiles import by_tile
 
@@ -53,6 +53,11 @@ class Plan:
         """
         return pairs(self.variant)
 
+    @cached_property
+    def dense(self) -> frozenset[int]:
+        """Captured tensors read by query or key whose last dimension is dense: in the key too."""
+        return dense(self.variant)
+
     def table_shape(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple | None:
         """Shape of the table that summarises captured vectors by block; None if none is needed."""
         tile = (self.schedule.tile_m, self.schedule.tile_n)
@@ -84,6 +89,8 @@ class Plan:
         lines = [str(self.problem), repr(self.schedule), self.variant.text]
         if self.pairs:
             lines.append(f"read in pairs: {', '.join(f't{n}' for n in sorted(self.pairs))}")
+        if self.dense:
+            lines.append(f"dense rows: {', '.join(f't{n}' for n in sorted(self.dense))}")
         if self.trace:
             lines.append("traces its visits")
         return "\n".join(lines)
