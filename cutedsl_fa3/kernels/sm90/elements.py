@@ -16,10 +16,12 @@ from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant, shared
 from cutedsl_fa3.variant.bounds import QueryTile, Runs
 from cutedsl_fa3.variant.fusion import composed, with_known_signs
+from cutedsl_fa3.variant.limits import in_base_2
 from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, Lowering, load, scan, select, visits
 from cutedsl_fa3.variant.pairs import dense
 from cutedsl_fa3.variant.tiles import Scan
 
+from .bounded import BoundedSoftmax
 from .softmax import OnlineSoftmax, Weights
 
 Memo = tuple[dict, dict]  # values that elements of a tile share: of the score, of the mask
@@ -29,7 +31,8 @@ class Elements:
     """A variant at one (batch, head): its functions with everything uniform already computed.
 
     `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
-    are left as they are when there is no score function, so that the scale costs nothing.
+    are left as they are when there is no score function, so that the scale costs nothing; scores that
+    are `bounded` (see bounded.py) are base-2 logarithms already.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Elements:
         head: tuple[Int32, Int32],
         seqlens: tuple[Int32, Int32],
         pairs: frozenset[int] = frozenset(),
+        bounded: bool = False,
     ) -> None:
         self.variant = variant
         self.scale = scale
@@ -49,7 +53,9 @@ class Elements:
         self.has_weight = variant.weight is not None
         changed = composed(variant.score, variant.weight)
         self.changes = None  # what stands in the accumulator, of the score; None: the raw product
+        self.bounded = bounded
         if changed is not None:
+            changed = in_base_2(changed) if bounded else changed
             known = with_known_signs(changed, variant.mask)
             self.changes = Lowering(
                 known, captures, uniform, pairs, exponent=not self.has_weight
@@ -61,7 +67,9 @@ class Elements:
         }
         self.mask, self.epilogue = lowered.get("mask"), lowered.get("epilogue")
         self.hidden = Float32(0.0) if self.has_weight else -Float32.inf
-        self.scale_log2 = scale * LOG2_E if self.changes is None else Float32(LOG2_E)
+        self.scale_log2 = Float32(1.0 if bounded else LOG2_E)
+        if self.changes is None:
+            self.scale_log2 = scale * LOG2_E
 
     @staticmethod
     def fake_captures(variant: Variant, pairs: frozenset[int]) -> tuple[cute.Tensor, ...]:
@@ -105,6 +113,8 @@ class Elements:
         """What makes weights of the scores of the rows that one thread holds."""
         if self.has_weight:
             return Weights()
+        if self.bounded:
+            return BoundedSoftmax(rows, self.sink())
         scale = self.scale if self.changes is None else Float32(1.0)
         return OnlineSoftmax(rows, scale, self.scale_log2, self.sink())
 

@@ -220,7 +220,8 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         kv_head = head // (heads // kv_heads)
         place, lengths = (batch, head), (seqlen_q, seqlen_k)
         variant, pairs = self.plan.variant, self.plan.pairs
-        elements = Elements(variant, io.captures, io.scale, place, lengths, pairs)
+        bounded = self.plan.bounded
+        elements = Elements(variant, io.captures, io.scale, place, lengths, pairs, bounded)
         runs = elements.runs(m_block, self.schedule.tile_m, self.schedule.tile_n)
         return Work(m_block, head, batch, kv_head, elements, runs)
 
