@@ -1,12 +1,12 @@
 """What the kernel may compute of a graph in fewer instructions, found in the graph alone.
 
-    capped        cap * tanh(x) that is added up to the score: its absolute error counts, so tanh
-                  needs no series of its own near 0
-    spoils_row    values whose NaN reaches the result, so that it spoils the row whoever else has it
-    multiple      a score times one factor plus one offset: an FMA of the raw product
-    line          what grows evenly with query and key, times a factor: an FMA of the distance
-    known_signs   magnitudes of distances whose sign the mask settles
-    composed      a weight function after a score function, as one graph
+capped        cap * tanh(x) that is added up to the score: its absolute error counts, so tanh
+              needs no series of its own near 0
+spoils_row    values whose NaN reaches the result, so that it spoils the row whoever else has it
+multiple      a score times one factor plus one offset: an FMA of the raw product
+line          what grows evenly with query and key, times a factor: an FMA of the distance
+known_signs   magnitudes of distances whose sign the mask settles
+composed      a weight function after a score function, as one graph
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SMALLEST_CAP, LARGEST_CAP = 2.0**-10, 128.0
 
 # Operations whose result is NaN if an argument is.
 PASS_NAN = frozenset(
-    "add sub mul div fmod minimum maximum neg abs exp exp2 log log2 sqrt rsqrt sin cos tanh sigmoid "
-    "expm1 log1p erf gelu gelu_tanh silu softplus floor ceil trunc".split()
+    "add sub mul div fmod minimum maximum neg abs exp exp2 log log2 sqrt rsqrt sin cos tanh "
+    "sigmoid expm1 log1p erf gelu gelu_tanh silu softplus floor ceil trunc".split()
 )
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass._mlir.dialects import arith
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint8
+from cutlass._mlir.dialects import arith
 
 from . import approximations, shared
 from .bounds import QueryTile, Runs, key_sets, visit_runs

@@ -4,8 +4,8 @@
     lse = log2(row_sum) / log2(e)
 
 What the scores say of themselves (`variant/limits.py`) takes the place of the running maximum. That
-saves a comparison, an FMA and a share of O's rescale for each score; P must be of a type with fp32's
-range of exponents.
+saves a comparison, an FMA and a share of O's rescale for each score; P must be of a type that has
+fp32's range of exponents.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Elements:
     """A variant at one (batch, head): its functions with everything uniform already computed.
 
     `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
-    are left as they are when there is no score function, so that the scale costs nothing; scores that
-    are `bounded` (see bounded.py) are base-2 logarithms already.
+    are left as they are when there is no score function, so that the scale costs nothing;
+    `bounded` scores (see bounded.py) are base-2 logarithms already.
     """
 
     def __init__(
@@ -57,9 +57,7 @@ class Elements:
         if changed is not None:
             changed = in_base_2(changed) if bounded else changed
             known = with_known_signs(changed, variant.mask)
-            self.changes = Lowering(
-                known, captures, uniform, pairs, exponent=not self.has_weight
-            )
+            self.changes = Lowering(known, captures, uniform, pairs, exponent=not self.has_weight)
         lowered = {
             role: Lowering(graph, captures, uniform, pairs)
             for role, graph in variant.graphs.items()
@@ -138,16 +136,17 @@ class Elements:
             return
         memo: Memo = ({}, {})
         first_q, first_k = corner[0] + places.row, corner[1] + places.col
+        queries = [first_q + offset for offset in places.row_offsets]
+        keys = [first_k + offset for offset in places.col_offsets]
         together = 1 if masked else shared.MOST  # a hidden key's NaN must not reach another
-        for first in range(0, len(places.col_offsets), together):
-            for r, ahead_q in enumerate(places.row_offsets):
-                columns = range(first, min(first + together, len(places.col_offsets)))
+        for first in range(0, len(keys), together):
+            columns = range(first, min(first + together, len(keys)))
+            for r in range(len(queries)):
                 elements = []
                 for c in columns:
-                    ahead_k = places.col_offsets[c]
-                    at = {"q": first_q + ahead_q, "k": first_k + ahead_k, **self.uniform}
-                    at["origin"] = (first_q, first_k, ahead_q, ahead_k)
-                    elements.append((at, r, c))
+                    ahead = (places.row_offsets[r], places.col_offsets[c])
+                    at = {"q": queries[r], "k": keys[c], "origin": (first_q, first_k, *ahead)}
+                    elements.append(({**at, **self.uniform}, r, c))
                 raw = [acc_s[r, c] for c in columns]
                 values = self.changed_together(raw, elements, memo, in_pairs=True)
                 for value, (at, _, c) in zip(values, elements, strict=True):
