@@ -8,9 +8,10 @@ computed once per work tile, what depends on one of them once per row or column 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,13 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint8
+from cutlass._mlir.dialects import arith
 
-from . import approximations
+from . import approximations, shared
 from .bounds import QueryTile, Runs, key_sets, visit_runs
-from .distances import COLUMN, ELEMENT, ROW, distances
-from .graph import LARGEST, Graph, Node, Ref
+from .distances import COLUMN, ELEMENT, ROW, Steps, distances, evenly_indexed
+from .fusion import Capped, capped, lines, multiples, spoils_row, varies
+from .graph import LARGEST, Graph, Node, Ref, Value
 from .ops import Range
 from .pairs import offset_from_k, read_along_k
 from .summaries import Read, per
@@ -63,16 +66,23 @@ def fmod(a: Any, b: Any) -> Any:
 
 def minimum(a: Any, b: Any) -> Any:
     """The smaller; NaN if either is NaN."""
-    if isinstance(a, Float32):
-        return select((a < b) | (a != a), a, b)
-    return select(a < b, a, b)
+    return _of_two(arith.minimumf, cutlass.min, a, b)
 
 
 def maximum(a: Any, b: Any) -> Any:
     """The larger; NaN if either is NaN."""
-    if isinstance(a, Float32):
-        return select((a > b) | (a != a), a, b)
-    return select(a > b, a, b)
+    return _of_two(arith.maximumf, cutlass.max, a, b)
+
+
+def _of_two(of_floats: Callable, of_ints: Callable, a: Any, b: Any) -> Any:
+    if isinstance(a, Float32) or isinstance(b, Float32):
+        return Float32(of_floats(Float32(a).ir_value(), Float32(b).ir_value()))
+    return of_ints(a, b)
+
+
+def fma(a: Any, b: Any, c: Any) -> Float32:
+    """a * b + c, rounded once."""
+    return cute.math.fma(Float32(a), Float32(b), Float32(c))
 
 
 def _truncate(a: Float32) -> Float32:
@@ -104,29 +114,41 @@ def _has_reciprocal(number: float) -> bool:
     return 2.0**-126 <= abs(number) <= 2.0**126
 
 
-def _sigmoid(a: Float32) -> Float32:
-    return reciprocal(exp2(a * -LOG2_E) + 1.0)
-
-
-def _tanh(a: Float32) -> Float32:
-    """From an exponential: the unit's own tanh keeps 11 bits, too few for a score's exponent.
-
-    Near 0, where 1 - 2 / (e^2a + 1) cancels, from the series; both are within 1e-5 of the value.
-    """
-    far = 1.0 - 2.0 * reciprocal(exp2(a * (2.0 * LOG2_E)) + 1.0)
-    near = a * cute.math.fma(a * a, Float32(-1.0 / 3.0), Float32(1.0))
-    return select(absolute(a) < 0.04, near, far)
-
-
 APPROXIMATED = ("expm1", "log1p", "erf", "gelu", "gelu_tanh", "silu", "softplus")
 _UNIT = SimpleNamespace(
-    exp2=exp2, log2=log2, reciprocal=reciprocal, absolute=absolute, select=select
+    exp2=exp2,
+    log2=log2,
+    reciprocal=reciprocal,
+    absolute=absolute,
+    select=select,
+    fma=fma,
+    lesser=minimum,
 )
 
 
 def _from_the_unit(name: str) -> Callable:
     function = getattr(approximations, name)
     return lambda a: function(a, _UNIT)
+
+
+def _tanhs(arguments: list[Float32], exponents: list[Float32]) -> list[Float32]:
+    """From exponentials: the unit's own tanh keeps 11 bits, too few for a score's exponent.
+
+    Near 0, where 1 - 2 / (e^2a + 1) cancels, from the series; both are within 1e-5 of the value.
+    """
+    found = []
+    for a, far in zip(arguments, shared.steps(exponents, -1.0, 1.0, _UNIT), strict=True):
+        near = a * fma(a * a, -1.0 / 3.0, 1.0)
+        found.append(select(absolute(a) < 0.04, near, far))
+    return found
+
+
+def _tanh(a: Float32) -> Float32:
+    return _tanhs([a], [a * (2.0 * LOG2_E)])[0]
+
+
+def _sigmoid(a: Float32) -> Float32:
+    return shared.sigmoids([a * LOG2_E], _UNIT)[0]
 
 
 def _approximate(function: Callable) -> Callable:
@@ -209,7 +231,8 @@ class Lowering:
 
     `uniform` holds the inputs that are one value for the whole work tile (b, h, the lengths). What
     follows from them alone is computed here, so create it where the work tile begins. `pairs` are
-    the captured tensors that can be read two keys at a time (see pairs.py).
+    the captured tensors that can be read two keys at a time (see pairs.py). `exponent` says that
+    the result is a score of an online softmax, so that its absolute error counts.
     """
 
     def __init__(
@@ -218,16 +241,20 @@ class Lowering:
         captures: tuple[cute.Tensor, ...],
         uniform: Mapping[str, Int32],
         pairs: frozenset[int] = frozenset(),
+        exponent: bool = False,
     ) -> None:
         self.graph = graph
         self.captures = captures
-        self._paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in pairs}
-        self._distances = distances(graph)
-        self._uniform: dict[int, Any] = {}
-        known = frozenset(uniform)
+        self.paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in pairs}
+        self.distances, self.evenly_indexed = distances(graph), evenly_indexed(graph)
+        self.multiples, self.lines = multiples(graph), lines(graph) if exponent else {}
+        self.capped = capped(graph) if exponent else {}
+        self.functions = functions_of_one(graph, self.capped)
+        self.uniform: dict[int, Any] = {}
+        everywhere = Element(self, uniform, 0, 0, {}, False)
         for number, node in enumerate(graph.nodes):
-            if node.depends <= known:
-                self._uniform[number] = self._compute(node, self._uniform.__getitem__, uniform)
+            if node.depends <= frozenset(uniform):
+                self.uniform[number] = everywhere.compute(number)
 
     def at(
         self,
@@ -242,94 +269,256 @@ class Lowering:
         `row` and `column` name the element among those sharing `memo`: values that depend on one of
         q and k only are found there. `in_pairs` says that each even column has an even k, and the
         next column the next. `positions` may hold "origin", as (first q, first k, q's and k's
-        distance from them as Python ints): then distances become floats by one addition each. They
-        may hold "product", two factors of the score: what is added to it then costs one FMA.
+        distance from them as Python ints): then distances become floats by one addition each, and
+        elements at equal distances are read once. They may hold "product", two factors of the
+        score, the second the same for all of the tile: then what is added to the score, or
+        multiplies it, is worked into an FMA.
         """
+        return Element(self, positions, row, column, memo, in_pairs).value(self.graph.output)
 
-        def value(number: int) -> Any:
-            if number in self._uniform:
-                return self._uniform[number]
-            node = self.graph.nodes[number]
-            key = (
-                number,
-                None if node.depends.isdisjoint(ROW | ELEMENT) else row,
-                None if node.depends.isdisjoint(COLUMN | ELEMENT) else column,
-            )
-            if key in memo:
-                return memo[key]
-            if in_pairs and number in self._paired:
-                first = column - column % 2
-                both = self._pair(node, value, column % 2)
-                memo.update({(*key[:2], first + n): element for n, element in enumerate(both)})
-            elif number in self._distances and "origin" in positions:
-                memo[key] = self._distance(number, positions, memo)
+    def together(
+        self,
+        elements: Sequence[tuple[Mapping[str, Any], int, int]],
+        memo: dict,
+        in_pairs: bool = False,
+    ) -> list[Any]:
+        """The results at neighbours in one row, each given as to `at`.
+
+        Functions whose NaN spoils all of the row anyway share their reciprocals.
+        """
+        there = [Element(self, *element, memo, in_pairs) for element in elements]
+        for number in sorted(self.functions & spoils_row(self.graph)) if len(there) > 1 else ():
+            if varies(self.graph, Ref(number)):
+                for element, found in zip(there, self.function(number, there), strict=True):
+                    memo[element.key(number)] = found
+        return [element.value(self.graph.output) for element in there]
+
+    def function(self, number: int, elements: Sequence[Element]) -> list[Float32]:
+        """One of the functions of one value that may share a reciprocal, at several elements."""
+        node, cap = self.graph.nodes[number], self.capped.get(number)
+        argument = cap.argument if cap else node.args[0]
+        factor = LOG2_E if node.op == "sigmoid" else 2.0 * LOG2_E
+        exponents = [element.times(argument, factor) for element in elements]
+        if cap:
+            return shared.steps(exponents, -cap.cap, cap.cap, _UNIT)
+        if node.op == "sigmoid":
+            return shared.sigmoids(exponents, _UNIT)
+        return _tanhs([element.operand(argument) for element in elements], exponents)
+
+
+class Element:
+    """The values of a graph's nodes at one element of a tile; `Lowering.at` says of what."""
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        positions: Mapping[str, Any],
+        row: int,
+        column: int,
+        memo: dict,
+        in_pairs: bool,
+    ) -> None:
+        self.of, self.nodes = lowering, lowering.graph.nodes
+        self.positions, self.memo, self.in_pairs = positions, memo, in_pairs
+        self.row, self.column = row, column
+
+    def key(self, number: int) -> tuple:
+        """By what a node's value is remembered among the elements of a tile."""
+        depends = self.nodes[number].depends
+        row = None if depends.isdisjoint(ROW | ELEMENT) else self.row
+        column = None if depends.isdisjoint(COLUMN | ELEMENT) else self.column
+        return number, row, column
+
+    def value(self, number: int) -> Any:
+        """A node's value, computed at most once."""
+        if number in self.of.uniform:
+            return self.of.uniform[number]
+        key = self.key(number)
+        if key not in self.memo:
+            if self.in_pairs and number in self.of.paired:
+                first = self.column - self.column % 2
+                for ahead, element in enumerate(self.pair(number)):
+                    self.memo[(*key[:2], first + ahead)] = element
             else:
-                memo[key] = self._compute(node, value, positions)
-            return memo[key]
+                self.memo[key] = self.compute(number)
+        return self.memo[key]
 
-        return value(self.graph.output)
+    def operand(self, value: Value) -> Any:
+        """A node's value, or a number as a scalar."""
+        return self.value(value.id) if isinstance(value, Ref) else constant(value)
 
-    def _added_to_score(self, node: Node) -> Any:
-        """What a node adds to the score or subtracts from it; None if it does something else."""
-        if node.op not in ("add", "sub"):
+    def compute(self, number: int) -> Any:
+        """A node's value from those of its operands."""
+        node = self.nodes[number]
+        if "origin" in self.positions:
+            if number in self.of.distances:
+                return self.distance(self.of.distances[number])
+            if number in self.of.evenly_indexed:
+                return self.read_evenly(node, self.of.evenly_indexed[number])
+        if node.op == "input":
+            return self.positions[node.args[0]]
+        if node.op == "const":
+            return KINDS[node.dtype](node.args[0])
+        if "product" in self.positions and (found := self.with_product(number)) is not None:
+            return found
+        if number in self.of.functions:
+            return self.of.function(number, [self])[0]
+        if node.op == "div" and isinstance(node.args[1], float) and _has_reciprocal(node.args[1]):
+            return self.operand(node.args[0]) * (1.0 / node.args[1])
+        operands = [self.operand(a) for a in node.operands]
+        if node.op == "load":
+            return load(self.of.captures[node.args[0]], operands, node.dtype)
+        return LOWER[node.op](*operands)
+
+    # What is made of the raw product.
+
+    def with_product(self, number: int) -> Float32 | None:
+        """A multiple of the score, or one to which something is added, as an FMA of the product."""
+        node = self.nodes[number]
+        if (found := self.multiple(number)) is not None:
+            return _line(self.positions["product"][0], *found)
+        if node.op not in ("add", "sub") or node.dtype != "float":
             return None
-        first, second = node.args
-        if self._is_score(first) and not self._is_score(second):
-            return second
-        return first if node.op == "add" and self._is_score(second) else None
+        for at, moving in enumerate(node.args):
+            other = node.args[1 - at]
+            if not isinstance(moving, Ref) or moving == other:
+                continue
+            if (found := self.multiple(moving.id)) is None:
+                continue
+            factor, offset = found
+            rest = self.term(other)
+            if node.op == "sub":
+                (factor, offset), rest = (
+                    ((factor, offset), -rest) if at == 0 else (_negated(found), rest)
+                )
+            rest = rest if offset is None else rest + offset
+            return fma(self.positions["product"][0], factor, rest)
+        return None
 
-    def _is_score(self, value: Any) -> bool:
-        if not isinstance(value, Ref):
-            return False
-        node = self.graph.nodes[value.id]
-        return node.op == "input" and node.args[0] == "score"
+    def multiple(self, number: int) -> tuple[Any, Any] | None:
+        """(factor, offset) if a node is raw product * factor + offset, both the same in the tile.
 
-    def _distance(self, number: int, positions: Mapping[str, Any], memo: dict) -> Float32:
+        An offset of None is none.
+        """
+        if number not in self.of.multiples or "product" not in self.positions:
+            return None
+        key = ("multiple", number)
+        if key not in self.memo:
+            self.memo[key] = self._multiple(self.nodes[number])
+        return self.memo[key]
+
+    def _multiple(self, node: Node) -> tuple[Any, Any]:
+        if node.op == "input":
+            return self.positions["product"][1], None
+        at = next(i for i, a in enumerate(node.args) if varies(self.of.graph, a))
+        found = self.multiple(node.args[at].id)
+        if node.op == "neg":
+            return _negated(found)
+        other = self.operand(node.args[1 - at])
+        if node.op == "mul":
+            return _each(operator.mul, found, other)
+        if node.op == "div":
+            number = node.args[1]
+            if isinstance(number, float) and _has_reciprocal(number):
+                return _each(operator.mul, found, 1.0 / number)
+            return _each(divide, found, other)
+        if node.op == "sub":
+            found, other = (found, -other) if at == 0 else (_negated(found), other)
+        return found[0], other if found[1] is None else found[1] + other
+
+    def times(self, value: Value, factor: float) -> Float32:
+        """A value times a number, by one instruction if it is a multiple of the score."""
+        found = self.multiple(value.id) if isinstance(value, Ref) else None
+        if found is None:
+            return self.operand(value) * factor
+        return _line(self.positions["product"][0], *_each(operator.mul, found, factor))
+
+    def term(self, value: Value) -> Float32:
+        """What is added to the score: a line by one FMA from where the tile begins."""
+        if not isinstance(value, Ref) or value.id not in self.of.lines:
+            return Float32(self.operand(value))
+        if "origin" not in self.positions:
+            return Float32(self.operand(value))
+        line = self.of.lines[value.id]
+        step = line.steps.ahead(*self.positions["origin"][2:])
+        key = ("line", value.id, step)
+        if key not in self.memo:
+            begin = ("line", value.id)
+            if begin not in self.memo:
+                slope = functools.reduce(operator.mul, map(self.operand, line.factors), 1.0)
+                self.memo[begin] = slope, self.first().value(value.id)
+            slope, first = self.memo[begin]
+            self.memo[key] = fma(slope, float(step), first) if step else first
+        return self.memo[key]
+
+    # What grows evenly from the first element of the tile.
+
+    def first(self) -> Element:
+        """The first element, whose values are not remembered."""
+        first_q, first_k, *_ = self.positions["origin"]
+        at = {name: value for name, value in self.positions.items() if name != "origin"}
+        return Element(self.of, {**at, "q": first_q, "k": first_k}, 0, 0, {}, False)
+
+    def first_value(self, number: int) -> Any:
+        """A node's value there, remembered."""
+        key = ("first", number)
+        if key not in self.memo:
+            self.memo[key] = self.first().value(number)
+        return self.memo[key]
+
+    def distance(self, steps: Steps) -> Float32:
         """An integer that grows evenly with q and k, as a float: that of the tile's first, moved.
 
         The conversion instruction is as slow as an exponential. Beyond 2^24 the result is rounded
         twice.
         """
-        steps = self._distances[number]
-        first_q, first_k, ahead_q, ahead_k = positions["origin"]
         key = ("origin", steps.node)
-        if key not in memo:
-            first = {**positions, "q": first_q, "k": first_k}
-            memo[key] = Float32(self._at_once(steps.node, first))
-        moved = memo[key] + float(steps.q * ahead_q + steps.k * ahead_k)
+        if key not in self.memo:
+            self.memo[key] = Float32(self.first_value(steps.node))
+        moved = self.memo[key] + float(steps.ahead(*self.positions["origin"][2:]))
         return absolute(moved) if steps.magnitude else moved
 
-    def _at_once(self, number: int, positions: Mapping[str, Any]) -> Any:
-        """One node's value, nothing remembered."""
-        if number in self._uniform:
-            return self._uniform[number]
-        return self._compute(
-            self.graph.nodes[number], lambda n: self._at_once(n, positions), positions
-        )
+    def read_evenly(self, node: Node, grows: tuple[tuple[int, int], ...]) -> Any:
+        """An element whose indices grow evenly: read once for all that have the same ones."""
+        ahead_q, ahead_k = self.positions["origin"][2:]
+        steps = tuple(q * ahead_q + k * ahead_k for q, k in grows)
+        key = ("read", node, steps)
+        if key not in self.memo:
+            indices = [
+                self.first_value(a.id) + step if isinstance(a, Ref) else constant(a)
+                for a, step in zip(node.operands, steps, strict=True)
+            ]
+            self.memo[key] = load(self.of.captures[node.args[0]], indices, node.dtype)
+        return self.memo[key]
 
-    def _pair(self, node: Node, value: Callable, ahead: int) -> tuple[Any, Any]:
-        """A load at an even k and at the next, `ahead` elements before the index it is given."""
-        indices = [value(a.id) if isinstance(a, Ref) else constant(a) for a in node.operands]
-        offset = offset_from_k(self.graph, node.args[-1])
+    def pair(self, number: int) -> tuple[Any, Any]:
+        """A load at an even k and at the next, of which this element is one."""
+        node, ahead = self.nodes[number], self.column % 2
+        indices = [self.operand(a) for a in node.operands]
+        offset = offset_from_k(self.of.graph, node.args[-1])
         indices[-1] = indices[-1] - ahead if ahead else indices[-1]
         below = offset is not None and offset < 0
-        return load_pair(self.captures[node.args[0]], indices, node.dtype, below)
+        return load_pair(self.of.captures[node.args[0]], indices, node.dtype, below)
 
-    def _compute(self, node: Node, value: Callable, inputs: Mapping[str, Any]) -> Any:
-        if node.op == "input":
-            return inputs[node.args[0]]
-        if node.op == "const":
-            return KINDS[node.dtype](node.args[0])
-        if node.op == "div" and isinstance(node.args[1], float) and _has_reciprocal(node.args[1]):
-            return value(node.args[0].id) * (1.0 / node.args[1])
-        if "product" in inputs and (added := self._added_to_score(node)) is not None:
-            other = value(added.id) if isinstance(added, Ref) else constant(added)
-            other = -other if node.op == "sub" else other
-            return cute.math.fma(*inputs["product"], Float32(other))
-        operands = [value(a.id) if isinstance(a, Ref) else constant(a) for a in node.operands]
-        if node.op == "load":
-            return load(self.captures[node.args[0]], operands, node.dtype)
-        return LOWER[node.op](*operands)
+
+def functions_of_one(graph: Graph, capped: Mapping[int, Capped]) -> frozenset[int]:
+    """Nodes that `Lowering.function` computes."""
+    own = (i for i, node in enumerate(graph.nodes) if node.op in ("tanh", "sigmoid"))
+    return frozenset((*own, *capped))
+
+
+def _negated(multiple: tuple[Any, Any]) -> tuple[Any, Any]:
+    return _each(operator.mul, multiple, -1.0)
+
+
+def _each(operation: Callable, multiple: tuple[Any, Any], other: Any) -> tuple[Any, Any]:
+    """An operation on both parts of a multiple."""
+    factor, offset = multiple
+    return operation(factor, other), None if offset is None else operation(offset, other)
+
+
+def _line(product: Float32, factor: Float32, offset: Float32 | None) -> Float32:
+    return product * factor if offset is None else fma(product, factor, offset)
 
 
 def constant(number: bool | int | float) -> Any:
@@ -344,14 +533,16 @@ def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
     read outside the tensor.
     """
     clamped = _clamped(capture, indices)
+    if clamped and isinstance(capture.stride[-1], int):  # the row's address first, then its element
+        row = capture[(*clamped[:-1], None)]
+        return _typed(row[clamped[-1]], dtype)
     return _typed(capture[clamped] if clamped else capture[0], dtype)
 
 
 def _clamped(capture: cute.Tensor, indices: list[Int32]) -> tuple[Int32, ...]:
     extents = capture.shape[: len(indices)]  # a scalar is passed as one element
     return tuple(
-        select(i < 0, Int32(0), select(i < size, i, size - 1))
-        for i, size in zip(indices, extents, strict=True)
+        maximum(minimum(i, size - 1), Int32(0)) for i, size in zip(indices, extents, strict=True)
     )
 
 
