@@ -12,32 +12,50 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from cutedsl_fa3.variant import Variant
 from cutedsl_fa3.variant.distances import COLUMN, ELEMENT, ROW, distances
+from cutedsl_fa3.variant.fusion import (
+    capped,
+    composed,
+    lines,
+    multiples,
+    spoils_row,
+    varies,
+    with_known_signs,
+)
 from cutedsl_fa3.variant.graph import Graph, Node, Ref
+from cutedsl_fa3.variant.limits import in_base_2
 from cutedsl_fa3.variant.pairs import read_along_k
 
 from .rates import (
     ADDED,
+    ALONE,
     CLAMPED,
     CLAMPED_PAIR,
     DISTANCE,
     DIVISOR,
+    FIRST_OF_PAIR,
     HIDDEN,
     INSIDE,
+    LIMITED,
     LOADED,
+    LOADED_DENSE,
     LOADED_PAIR,
     NARROWED,
+    NEAR_ZERO,
     OPS,
     POSITION,
     SCALED,
+    SHARED,
     WIDENED,
     Counts,
-)  # fmt: skip
+)
+
+if TYPE_CHECKING:
+    from cutedsl_fa3.plans import Plan
 
 ROWS = (0, 8)  # of a thread, below its first one; source: layouts/wgmma.py
 VARIES = ROW | COLUMN | ELEMENT
@@ -95,19 +113,22 @@ class Tally:
         return name
 
 
-def score_instructions(variant: Variant, tile_n: int, pairs: frozenset[int]) -> Counter[str]:
-    """What the score and the weight function of a variant add to a full tile, for one warp."""
+def score_instructions(plan: Plan, masked: bool = False) -> Counter[str]:
+    """What the score and the weight function of a variant add to a tile, for one warp.
+
+    Elements that a mask may hide share no reciprocal with others.
+    """
     tally = Tally()
-    _scores(variant, tile_n, pairs, tally)
+    _scores(plan, tally, together=not masked)
     return tally.counts
 
 
-def mask_instructions(variant: Variant, tile_n: int, pairs: frozenset[int]) -> Counter[str]:
-    """What a tile that needs the element mask costs beyond a full one, for one warp."""
+def mask_instructions(plan: Plan) -> Counter[str]:
+    """What the element mask adds to a tile that needs it, for one warp."""
     tally = Tally()
-    _scores(variant, tile_n, pairs, tally)
+    _scores(plan, tally, together=False)
     before = Counter(tally.counts)
-    _masked(variant, tile_n, pairs, tally)
+    _masked(plan, tally)
     tally.counts.subtract(before)
     return +tally.counts
 
@@ -128,33 +149,27 @@ def _places(tile_n: int) -> Iterator[Place]:
             yield Place(r, c, ahead_q, ahead_k)
 
 
-def _scores(variant: Variant, tile_n: int, pairs: frozenset[int], tally: Tally) -> None:
-    if variant.score is None and variant.weight is None:
+def _scores(plan: Plan, tally: Tally, together: bool) -> None:
+    variant = plan.variant
+    graph = composed(variant.score, variant.weight)
+    if graph is None:
         return
-    score, weight = (
-        graph and _Reader(graph, (Ref(graph.output),), variant, pairs, tally, is_product)
-        for graph, is_product in ((variant.score, True), (variant.weight, False))
-    )
-    for place in _places(tile_n):
-        raw = ("raw", place.row, place.column)
-        if score:
-            (value,) = score.names(place, raw)
-        else:
-            value = tally.once(("scaled", raw), SCALED)
-        if weight:
-            weight.names(place, value)
+    graph = with_known_signs(in_base_2(graph) if plan.bounded else graph, variant.mask)
+    reader = _Reader(graph, (Ref(graph.output),), plan, tally, of_score=True, together=together)
+    for place in _places(plan.schedule.tile_n):
+        reader.names(place)
 
 
-def _masked(variant: Variant, tile_n: int, pairs: frozenset[int], tally: Tally) -> None:
-    mask = variant.mask
+def _masked(plan: Plan, tally: Tally) -> None:
+    mask = plan.variant.mask
     conditions = _conditions(mask) if mask else ()
-    reader = mask and _Reader(mask, conditions, variant, pairs, tally)
-    for place in _places(tile_n):
+    reader = mask and _Reader(mask, conditions, plan, tally)
+    for place in _places(plan.schedule.tile_n):
         key = _held(Sum(frozenset({("k", 1)}), place.ahead_k), tally)
         tally.once(("inside", key), INSIDE)
         tally.once(("hidden", place), HIDDEN)
         if reader:
-            reader.names(place, None)
+            reader.names(place)
             for condition in conditions:
                 tally.once(("hidden", place, condition), HIDDEN)
 
@@ -183,32 +198,40 @@ def _held(value: Any, tally: Tally) -> Any:
 
 
 class _Reader:
-    """Evaluates a graph on names; counts into a tally what each new name costs."""
+    """Evaluates a graph on names, by the rules of `Lowering`; counts what each new name costs.
+
+    `of_score`: the graph starts from the raw product; `together`: neighbours in a row may share
+    reciprocals.
+    """
 
     def __init__(
         self,
         graph: Graph,
         outputs: tuple[Ref, ...],
-        variant: Variant,
-        pairs: frozenset[int],
+        plan: Plan,
         tally: Tally,
-        is_product: bool = False,
+        of_score: bool = False,
+        together: bool = False,
     ) -> None:
         self.graph, self.outputs, self.tally = graph, outputs, tally
-        self.is_product = is_product  # whether the score comes as a product yet to be scaled
-        self.captures = variant.captures
-        self.paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in pairs}
+        self.captures, self.dense = plan.variant.captures, plan.dense
+        self.paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in plan.pairs}
         self.distances = distances(graph)
+        self.multiples = multiples(graph) if of_score else frozenset()
+        exponent = of_score and plan.variant.weight is None
+        self.lines = lines(graph) if exponent else {}
+        self.capped = capped(graph) if exponent else {}
+        self.sharing = spoils_row(graph) if together else frozenset()
         self.uses: Counter[int] = Counter()
         for node in graph.nodes:
             self.uses.update(a.id for a in node.operands if isinstance(a, Ref))
         self.known: dict[int, Any] = {}
 
-    def names(self, place: Place, score: Any) -> tuple[Any, ...]:
+    def names(self, place: Place) -> tuple[Any, ...]:
         """The names of the outputs at one score."""
         self.known = {}
         for number in self._order:
-            self.known[number] = self._name(number, place, score)
+            self.known[number] = self._name(number, place)
         return tuple(self._value(output) for output in self.outputs)
 
     @cached_property
@@ -226,10 +249,17 @@ class _Reader:
     def _reads(self, number: int) -> tuple[Any, ...]:
         """The operands of a node as an instruction has them."""
         node = self.graph.nodes[number]
-        if self._uniform(node):
+        if self._uniform(node) or number in self.multiples:
             return ()
         if number in self.distances:
             return (Ref(self.distances[number].node),)
+        if (function := self._function(number)) is not None:
+            kind, argument = function
+            is_multiple = isinstance(argument, Ref) and argument.id in self.multiples
+            return (argument,) if kind == "tanh" or not is_multiple else ()
+        if (added := self._added_to_multiple(node)) is not None:
+            other = added[1]
+            return () if self._line(other) is not None else (other,)
         if (fused := self._fused(node)) is not None:
             return fused
         return node.operands
@@ -237,23 +267,37 @@ class _Reader:
     def _uniform(self, node: Node) -> bool:
         return node.depends.isdisjoint(VARIES)
 
-    def _fused(self, node: Node) -> tuple[Any, ...] | None:
-        """Factors and addend of a sum that is one FMA: a product that nothing else reads is in it.
+    def _function(self, number: int) -> tuple[str, Any] | None:
+        """(kind, argument) of a function that may share its reciprocal; None for other nodes."""
+        node = self.graph.nodes[number]
+        if number in self.capped:
+            return "capped", self.capped[number].argument
+        return (node.op, node.args[0]) if node.op in ("tanh", "sigmoid") else None
 
-        The first factor is None where it is the raw product of the score.
-        """
+    def _added_to_multiple(self, node: Node) -> tuple[Ref, Any] | None:
+        """(multiple of the score, what is added to it) of a sum of floats; None for others."""
+        if node.op not in ("add", "sub") or node.dtype != "float":
+            return None
+        for mine, other in (node.args, node.args[::-1]):
+            if isinstance(mine, Ref) and mine.id in self.multiples and mine != other:
+                return mine, other
+        return None
+
+    def _fused(self, node: Node) -> tuple[Any, ...] | None:
+        """Factors and addend of a sum of floats with a product that nothing else reads: one FMA."""
         if node.op not in ("add", "sub") or node.dtype != "float":
             return None
         for mine, other in (node.args, node.args[::-1]):
             if not isinstance(mine, Ref):
                 continue
             of = self.graph.nodes[mine.id]
-            if of.op == "input" and of.args[0] == "score" and self.is_product:
-                if mine != other:
-                    return None, "scale", other
-            elif of.op == "mul" and self.uses[mine.id] == 1 and not self._uniform(of):
+            alone = self.uses[mine.id] == 1 and not self._uniform(of)
+            if of.op == "mul" and alone and mine.id not in self.capped:
                 return *of.args, other
         return None
+
+    def _line(self, value: Any) -> Any:
+        return self.lines.get(value.id) if isinstance(value, Ref) else None
 
     def _value(self, value: Any) -> Any:
         """The name of an operand; integers are sums."""
@@ -262,31 +306,65 @@ class _Reader:
         whole = isinstance(value, int) and not isinstance(value, bool)
         return Sum(frozenset(), value) if whole else value
 
-    def _name(self, number: int, place: Place, score: Any) -> Any:
+    def _name(self, number: int, place: Place) -> Any:
         node = self.graph.nodes[number]
         if self._uniform(node):
             name = ("uniform", id(self.graph), number)
             return _named(name) if node.dtype == "int" else name
+        if number in self.multiples:
+            return self._multiple(number, place)
         if node.op == "input":
-            return self._input(node.args[0], place, score)
+            ahead = place.ahead_q if node.args[0] == "q" else place.ahead_k
+            return Sum(frozenset({(node.args[0], 1)}), ahead)
         if node.op == "load":
             return self._load(number, node, place)
         if number in self.distances:
             moved = self._value(Ref(self.distances[number].node))
             return self.tally.once(("float", moved), DISTANCE)
+        if (function := self._function(number)) is not None:
+            return self._of_one(number, *function, place)
+        if (added := self._added_to_multiple(node)) is not None:
+            return self._sum_with_multiple(number, *added, place)
         if (fused := self._fused(node)) is not None:
-            first, *rest = fused
-            names = (score if first is None else self._value(first), *map(self._value, rest))
-            return self.tally.once((node.op, "fma", *names), ADDED)
+            return self.tally.once((node.op, "fma", *map(self._value, fused)), ADDED)
         parts = [self._value(a) for a in node.operands]
         if node.dtype == "int" and (found := _sum(node.op, parts)) is not None:
             return found
         return self._operation(node, parts, place)
 
-    def _input(self, name: str, place: Place, score: Any) -> Any:
-        if name == "score":
-            return self.tally.once(("scaled", score), SCALED) if self.is_product else score
-        return Sum(frozenset({(name, 1)}), place.ahead_q if name == "q" else place.ahead_k)
+    def _multiple(self, number: int, place: Place, factor: str = "") -> Any:
+        """The raw product times a factor, with an offset if there is one: one instruction."""
+        name = ("multiple", number, factor, place)
+        return self.tally.once(name, ADDED if self._has_offset(number) else SCALED)
+
+    def _has_offset(self, number: int) -> bool:
+        node = self.graph.nodes[number]
+        if node.op == "input":
+            return False
+        moving = next(a for a in node.args if varies(self.graph, a))
+        return node.op in ("add", "sub") or self._has_offset(moving.id)
+
+    def _sum_with_multiple(self, number: int, multiple: Ref, other: Any, place: Place) -> Any:
+        """An FMA of the raw product, with what is added to it."""
+        line, tally = self._line(other), self.tally
+        if line is not None:
+            step = line.steps.ahead(place.ahead_q, place.ahead_k)
+            cost = ADDED if line.factors else DISTANCE
+            tally.once(("line", other.id, step), cost if step else {})
+        if self._has_offset(multiple.id):
+            tally.once(("offset", number, place), OPS["add", "float"])
+        return tally.once(("fma", number, place), ADDED)
+
+    def _of_one(self, number: int, kind: str, argument: Any, place: Place) -> Any:
+        """A function of one value, from a power of 2 of a multiple of its argument."""
+        if isinstance(argument, Ref) and argument.id in self.multiples:
+            self._multiple(argument.id, place, kind)
+        else:
+            self.tally.once(("exponent", number, place), SCALED)
+        if kind == "tanh":
+            self.tally.once(("near", number, place), NEAR_ZERO)
+        costs = SHARED if number in self.sharing else ALONE
+        return self.tally.once((kind, number, place), costs[kind])
 
     def _operation(self, node: Node, parts: list[Any], place: Place) -> Any:
         operands = [_held(part, self.tally) for part in parts]
@@ -300,7 +378,8 @@ class _Reader:
                 op = "mul"
             elif isinstance(divisor, Ref) and not self._uniform(self.graph.nodes[divisor.id]):
                 self.tally.once(("divisor", operands[1]), DIVISOR)
-        self.tally.once(name, OPS[op, kind])
+        limited = op in ("minimum", "maximum") and any(type(a) is float for a in node.args)
+        self.tally.once(name, LIMITED if limited else OPS[op, kind])
         return _named(name) if node.dtype == "int" else name
 
     def _kind(self, node: Node) -> str:
@@ -320,12 +399,16 @@ class _Reader:
             if isinstance(index, Ref) and not self._uniform(self.graph.nodes[index.id]):
                 along_k = paired and n == len(node.operands) - 1
                 name = Sum(name.terms, name.number - ahead) if along_k else name
-                _held(name, tally)
-                clamped = ("clamped", n, capture, name)
-                name = tally.once(clamped, CLAMPED_PAIR if along_k else CLAMPED)
+                name = tally.once(
+                    ("clamped", n, capture, name), CLAMPED_PAIR if along_k else CLAMPED
+                )
             indices.append(name)
         address = ("load", capture, *indices)
-        tally.once(address, LOADED_PAIR if paired else LOADED)
+        dense = LOADED_DENSE if capture in self.dense else LOADED
+        tally.once(address, LOADED_PAIR if paired else dense)
+        if paired:
+            is_float = node.dtype == "float"
+            tally.once(("first", *address), FIRST_OF_PAIR if is_float else {"SEL": 1})
         element = (*address, ahead)
         dtype = self.captures[capture].dtype
         if dtype in (torch.bfloat16, torch.float16):

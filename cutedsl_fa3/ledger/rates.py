@@ -42,7 +42,6 @@ ALSO = {"VIADD": ("IADD3", "VIADDMNMX"), "IMAD": (), "MUFU": ()}
 Counts = Mapping[str, float]
 
 _RECIPROCAL = {"MUFU": 1}
-_COMPARED = {"FSETP": 2, "FSEL": 1}
 
 # By operation and the type it works on: instructions of one evaluation. Selections of a mask's
 # conditions, loads, and what is folded into its user are in instructions.py.
@@ -51,8 +50,8 @@ OPS: dict[tuple[str, str], Counts] = {
     ("sub", "float"): {"FADD": 1},
     ("mul", "float"): {"FMUL": 1},
     ("div", "float"): {"FMUL": 3},  # and a reciprocal of each divisor
-    ("minimum", "float"): _COMPARED,
-    ("maximum", "float"): _COMPARED,
+    ("minimum", "float"): {"FSETP": 2, "FSEL": 1},
+    ("maximum", "float"): {"FSETP": 2, "FSEL": 1},
     ("exp", "float"): {"FMUL": 1, "MUFU": 1},
     ("exp2", "float"): {"MUFU": 1},
     ("log", "float"): {"FMUL": 1, "MUFU": 1},
@@ -61,8 +60,6 @@ OPS: dict[tuple[str, str], Counts] = {
     ("rsqrt", "float"): {"FMUL": 2, "FSETP": 1, "MUFU": 1},
     ("sin", "float"): {"FMUL": 1, "MUFU": 1},
     ("cos", "float"): {"FMUL": 1, "MUFU": 1},
-    ("tanh", "float"): {"FMUL": 3, "FADD": 3, "FFMA": 1, "FSETP": 1, "MUFU": 2},
-    ("sigmoid", "float"): {"FMUL": 1, "FADD": 1, "MUFU": 2},
     ("expm1", "float"): {"FFMA": 7, "FMUL": 2, "FADD": 1, "FSETP": 1, "MUFU": 1},
     ("log1p", "float"): {"FFMA": 3, "FMUL": 4, "FADD": 2, "FSETP": 1, "MUFU": 2},
     ("erf", "float"): {
@@ -105,6 +102,20 @@ OPS: dict[tuple[str, str], Counts] = {
     **{(op, "bool"): {} for op in ("and", "or", "xor", "not", "eq", "ne", "where")},
 }
 
+# Functions of 2^exponent (variant/shared.py), by whether two neighbours share a reciprocal, for
+# each of them; the exponent itself is one more instruction. "capped" is a number times tanh.
+SHARED: dict[str, Counts] = {
+    "capped": {"FMNMX": 1, "FFMA": 2, "FADD": 0.5, "MUFU": 1.5},
+    "tanh": {"FMNMX": 1, "FFMA": 2, "FADD": 0.5, "MUFU": 1.5},
+    "sigmoid": {"FMNMX": 1, "FFMA": 1.5, "FADD": 0.5, "FMUL": 1, "MUFU": 1.5},
+}
+ALONE: dict[str, Counts] = {
+    "capped": {"FFMA": 1, "FADD": 1, "MUFU": 2},
+    "tanh": {"FFMA": 1, "FADD": 1, "MUFU": 2},
+    "sigmoid": {"FADD": 1, "MUFU": 2},
+}
+NEAR_ZERO: Counts = {"FMUL": 2, "FFMA": 1, "FSETP": 1}  # tanh's series, and the choice
+
 # Not operations of a graph, but what the lowering makes beside them.
 SCALED: Counts = {"FMUL": 1}  # a raw product times the scale
 ADDED: Counts = {"FFMA": 1}  # something added to a product
@@ -113,10 +124,13 @@ POSITION: Counts = {"VIADD": 1}  # a position, or an integer at a fixed distance
 DIVISOR: Counts = _RECIPROCAL
 HIDDEN: Counts = {"FSEL": 1}  # -inf where a condition of the mask does not hold
 INSIDE: Counts = {"ISETP": 1}  # whether a key lies within the sequence
-CLAMPED: Counts = {"VIMNMX": 1, "ISETP": 1, "SEL": 1}  # an index of a captured tensor
+CLAMPED: Counts = {"VIADD": 1}  # an index of a captured tensor, its last addition included
 LOADED: Counts = {"IMAD": 4, "LEA": 2, "SHF": 1, "LDG": 1}  # by 64-bit strides
-CLAMPED_PAIR: Counts = {"ISETP": 1, "SEL": 1}
-LOADED_PAIR: Counts = {"IMAD": 1, "LDG": 1, "SEL": 1}  # two keys at once (variant/pairs.py)
+LOADED_DENSE: Counts = {"IMAD": 1, "LDG": 1}
+CLAMPED_PAIR: Counts = {"VIADD": 1, "ISETP": 1, "SEL": 1}
+LOADED_PAIR: Counts = {"IMAD": 1, "LDG": 1}  # two keys at once (variant/pairs.py)
+FIRST_OF_PAIR: Counts = {"FSEL": 1}  # if it is a float; of an integer a SEL
+LIMITED: Counts = {"FMNMX": 1}  # the lesser or greater of a value and a number
 WIDENED: Counts = {"IMAD": 1}  # bf16 or fp16 to fp32
 NARROWED: Counts = {"SEL": 5, "ISETP": 6}  # int64 to what 32 bits hold
 

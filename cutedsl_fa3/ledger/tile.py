@@ -110,10 +110,12 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
     products = d // MMA_K + s.tile_n // MMA_K
     found: dict[str, Counts] = {}
     if variant.score is not None or variant.weight is not None:
-        found["score"] = score_instructions(variant, s.tile_n, plan.pairs)
+        found["score"] = score_instructions(plan, masked)
     if masked:
-        found["mask"] = mask_instructions(variant, s.tile_n, plan.pairs)
-    if variant.weight is None:
+        found["mask"] = mask_instructions(plan)
+    if plan.bounded:
+        found["weights"] = {"MUFU": scores, "FADD": scores + rows}
+    elif variant.weight is None:
         found["maximum"] = {"FMNMX": scores + 3 * rows, "SHFL": 2 * rows}
         found["weights"] = {
             "FFMA": scores,

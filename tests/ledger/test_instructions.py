@@ -18,7 +18,7 @@ from cutedsl_fa3 import Variant, configs, contract, masks
 from cutedsl_fa3.audit import disassemble
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.ledger.instructions import columns, score_instructions
-from cutedsl_fa3.ledger.rates import ALSO, FAMILIES, OPS
+from cutedsl_fa3.ledger.rates import ALONE, ALSO, FAMILIES, OPS, SHARED
 from cutedsl_fa3.ledger.tile import instructions
 from cutedsl_fa3.named import Lengths, named
 from cutedsl_fa3.pipelines import Schedule
@@ -139,8 +139,10 @@ def test_functions_of_a_float_become_the_instructions_of_their_entries(group):
 def test_every_operation_of_the_language_has_an_entry():
     sums = {("add", "int"), ("sub", "int"), ("neg", "int")}  # counted where they are read
     wanted = {(name, kind) for name, op in LANGUAGE.items() for kind in op.accepts} - sums
-    assert wanted <= set(OPS)
-    assert {family for counts in OPS.values() for family in counts} <= set(FAMILIES)
+    assert wanted <= {*OPS, *((name, "float") for name in ALONE)}
+    tables = (*OPS.values(), *ALONE.values(), *SHARED.values())
+    assert {family for counts in tables for family in counts} <= set(FAMILIES)
+    assert SHARED.keys() == ALONE.keys()
 
 
 def test_what_is_the_same_at_equal_distances_is_read_once():
@@ -148,21 +150,28 @@ def test_what_is_the_same_at_equal_distances_is_read_once():
     tile_n = 128
     variant = Variant(lambda s, b, h, q, k: s + table[h, k - q + 1024])
     distances = {k - q for k in columns(tile_n) for q in (0, 8)}
-    counts = score_instructions(variant, tile_n, frozenset())
+    counts = score_instructions(small(variant, tile_n))
     assert counts["LDG"] == len(distances) < len(columns(tile_n)) * 2
     assert counts["FFMA"] == len(columns(tile_n)) * 2
 
 
 def test_values_of_a_query_of_a_key_and_of_a_tile_are_counted_once_each():
-    rows, keys = torch.zeros(64), torch.zeros(64)
+    rows, keys = torch.zeros(64), torch.zeros(63)  # an odd length is not read in pairs
     n = len(columns(96))
 
     def loads(score) -> int:
-        return score_instructions(Variant(score), 96, frozenset())["LDG"]
+        return score_instructions(small(Variant(score), 96))["LDG"]
 
     assert loads(lambda s, b, h, q, k: s + rows[q]) == 2
     assert loads(lambda s, b, h, q, k: s + keys[k]) == n
+    assert loads(lambda s, b, h, q, k: s + rows[k]) == n / 2
     assert loads(lambda s, b, h, q, k: s + keys[h] * keys[b]) == 0
+
+
+def test_neighbours_share_a_reciprocal_unless_a_mask_may_hide_them():
+    plan = small(Variant(score=lambda s, b, h, q, k: torch.tanh(s)), 64)
+    full, masked = score_instructions(plan), score_instructions(plan, masked=True)
+    assert (full["MUFU"], masked["MUFU"]) == (1.5 * 32, 2 * 32)
 
 
 def test_a_mask_selects_once_for_each_condition_that_must_hold():
