@@ -42,12 +42,12 @@ def test_d64_has_as_many_clocks_of_exponentials_as_of_products():
 
 
 def test_a_score_is_a_step_of_its_own_and_changes_no_other():
-    plain, capped = cost(Variant()), cost(Variant(scores.softcap(30.0)))
+    plain, grown = cost(Variant()), cost(Variant(lambda s, b, h, q, k: torch.exp(s)))
     assert plain.step("score") is None
-    step = capped.step("score")
+    step = grown.step("score")
     assert step.limit == "MUFU" and step.takes > 0
-    assert [s for s in capped.steps if s.name != "score"] == list(plain.steps)
-    assert capped.elements == plain.elements + step.takes
+    assert [s for s in grown.steps if s.name != "score"] == list(plain.steps)
+    assert grown.elements == plain.elements + step.takes
 
 
 def test_elementwise_weights_have_no_maximum_and_no_rescale():
