@@ -13,9 +13,9 @@ def run_ledger(
     accept: Annotated[
         bool, typer.Option(help="Fit the newest records anew and keep the result.")
     ] = False,
-    same_schedules: Annotated[
+    same_kernels: Annotated[
         bool,
-        typer.Option(help="With --accept: the records ran with today's schedules, I know it."),
+        typer.Option(help="With --accept: the records ran with today's kernels, I know it."),
     ] = False,
 ) -> None:
     """Predicted beside measured times of variants; --accept fits the newest records of plain rows.
@@ -27,7 +27,7 @@ def run_ledger(
 
     if accept:
         try:
-            made = stored.renewed(same_schedules)
+            made = stored.renewed(same_kernels)
         except ValueError as error:
             typer.echo(f"refused: {error}", err=True)
             raise typer.Exit(2) from None

@@ -1,8 +1,9 @@
 """The fit: `Parameters` from measured times of plain attention, held against all the rest.
 
 Only rows of full and causal attention are fitted; rows of variants are compared with what these
-parameters predict, never fitted. A record does not say which schedule a row ran with: the table
-(schedules.py) is asked when a record is new, and the answer kept beside the parameters (fitted.py).
+parameters predict, never fitted. A record does not say which kernels were measured: schedules and
+clocks of tiles are today's when a record is new, and then kept beside the parameters (fitted.py),
+since a kernel that was made faster since is not the one of the record.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .launch import (
     overlap_kind,
     visit_counts,
 )
-from .tile import TileCost, tile_cost
+from .tile import products_of, tile_clocks, tile_cost
 
 if TYPE_CHECKING:
     from cutedsl_fa3.pipelines import Schedule
@@ -37,28 +38,42 @@ if TYPE_CHECKING:
 PLAIN = ("full", "causal")
 FIRST_GUESS = {"clock": 1.8, "launch": 10000.0, "work_tile": 6000.0, "exposed": 0.3}
 MOST_STEPS = 30
-Schedules = Mapping[str, Mapping[str, Any]]  # fields of a Schedule, by `label`
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A kernel that was measured: its schedule, and clocks of a tile beside its products.
+
+    `schedule`: fields of a `Schedule`; `elements`: of a full tile and of one that needs the element
+    mask. `passes_over` as in `visit_counts`.
+    """
+
+    schedule: Mapping[str, Any]
+    elements: tuple[float, float]
+    passes_over: bool = True
+
+
+Kernels = Mapping[str, Measured]  # by `label`
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured time of ours, with the schedule that it was measured with."""
+    """A measured time of ours, with the kernel that it was measured with."""
 
     row: Row | ScheduleRow
     schedule: Schedule
+    elements: tuple[float, float]
+    passes_over: bool = True
 
     @cached_property
     def plan(self) -> Plan:
         return _plan(self.row, self.schedule)
 
     @cached_property
-    def costs(self) -> tuple[TileCost, TileCost]:
-        return tile_cost(self.plan), tile_cost(self.plan, masked=True)
-
-    @cached_property
     def visits(self) -> Visits:
         row = self.row
-        counted = visit_counts(self.plan, Sizes(row.batch, row.heads, row.seqlen_q, row.seqlen_k))
+        sizes = Sizes(row.batch, row.heads, row.seqlen_q, row.seqlen_k)
+        counted = visit_counts(self.plan, sizes, self.passes_over)
         if counted is None:
             raise ValueError(f"{row.variant} at {row.seqlen_q} x {row.seqlen_k}: too long to count")
         return counted
@@ -72,7 +87,9 @@ class Sample:
 
     def predicted(self, parameters: Parameters) -> float:
         """Milliseconds."""
-        return milliseconds(self.schedule, *self.costs, self.visits, parameters)
+        exposed, products = parameters.exposed_by(self.schedule), products_of(self.plan)
+        tiles = (tile_clocks(products, elements, exposed) for elements in self.elements)
+        return milliseconds(self.schedule, *tiles, self.visits, parameters)
 
 
 def _plan(row: Row | ScheduleRow, schedule: Schedule | None = None) -> Plan:
@@ -89,10 +106,16 @@ def label(row: Row | ScheduleRow) -> str:
     return f"{row.variant} {row.dtype} {row.head_dim}x{row.head_dim_v}"
 
 
-def todays_schedules(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
-    """The schedules that the table has today for our rows, by label."""
+def todays_kernels(records: Iterable[Record]) -> dict[str, Measured]:
+    """What the table and the ledger say today of the kernels of our rows, by label."""
     ours = {label(row): row for record in records for row in record.rows if _is_ours(row)}
-    return {name: _fields(_plan(row).schedule) for name, row in ours.items()}
+    return {name: measured(_plan(row)) for name, row in ours.items()}
+
+
+def measured(plan: Plan) -> Measured:
+    """What is kept of a plan whose kernel is measured today."""
+    full, masked = (round(tile_cost(plan, kind).elements, 1) for kind in (False, True))
+    return Measured(_fields(plan.schedule), (full, masked))
 
 
 def _is_ours(row: Any) -> bool:
@@ -103,21 +126,23 @@ def _fields(schedule: Schedule) -> dict[str, Any]:
     return {each.name: getattr(schedule, each.name) for each in fields(schedule)}
 
 
-def samples(record: Record, schedules: Schedules) -> list[Sample]:
+def samples(record: Record, kernels: Kernels) -> list[Sample]:
     """Our rows of a record; of schedules beside each other, those that differ in overlap alone.
 
-    Raises: KeyError for a row whose schedule is not known.
+    Raises: KeyError for a row whose kernel is not known.
     """
     from cutedsl_fa3.pipelines import Schedule
 
     found = []
     for row in record.rows:
-        if _is_ours(row):
-            found.append(Sample(row, Schedule(**schedules[label(row)])))
-        elif isinstance(row, ScheduleRow) and label(row) in schedules:
-            kept, its = Schedule(**schedules[label(row)]), _its_schedule(row)
-            if replace(its, overlap=kept.overlap) == kept:
-                found.append(Sample(row, its))
+        beside = isinstance(row, ScheduleRow) and label(row) in kernels
+        if not beside and not _is_ours(row):
+            continue
+        kernel = kernels[label(row)]
+        kept = Schedule(**kernel.schedule)
+        its = _its_schedule(row) if beside else kept
+        if replace(its, overlap=kept.overlap) == kept:
+            found.append(Sample(row, its, kernel.elements, kernel.passes_over))
     return found
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .rates import SMS
-from .tile import TileCost
 
 if TYPE_CHECKING:
     from cutedsl_fa3.pipelines import Schedule
@@ -91,10 +90,11 @@ def cta_kind(schedule: Schedule) -> str:
     return "persistent" if getattr(schedule, "persistent", False) else "a CTA a tile"
 
 
-def visit_counts(plan: Plan, sizes: Sizes) -> Visits | None:
+def visit_counts(plan: Plan, sizes: Sizes, passes_over: bool = True) -> Visits | None:
     """How many key tiles each work tile visits; None where there are too many to look at.
 
-    Captured tensors that the mask reads are read, from a GPU too.
+    Captured tensors that the mask reads are read, from a GPU too. `passes_over`: whether
+    warpgroups pass over tiles that their rows do not see, as today's kernels do.
     """
     from cutedsl_fa3.variant.visits import visited_tiles
 
@@ -106,7 +106,7 @@ def visit_counts(plan: Plan, sizes: Sizes) -> Visits | None:
         return None
     visited, masked = visited_tiles(mask, plan.variant.captures, *sizes, s.tile_m, s.tile_n)
     share = visited.double()
-    if not plan.by_tile:
+    if passes_over and not plan.by_tile:
         share = share * _share_of_rows(plan, sizes, blocks[0])
     every = (sizes.batch, sizes.heads, -1)
     counts = (t.sum(-1).cpu().expand(every) for t in (share, share * masked))
@@ -138,12 +138,11 @@ def _in_order(counts: torch.Tensor, head_group: int) -> torch.Tensor:
 
 
 def milliseconds(
-    schedule: Schedule, full: TileCost, masked: TileCost, visits: Visits, parameters: Parameters
+    schedule: Schedule, full: float, masked: float, visits: Visits, parameters: Parameters
 ) -> float:
-    """Predicted time of one launch; `full` and `masked` are what its two kinds of tiles cost."""
-    exposed = parameters.exposed_by(schedule)
-    one, more = full.total(exposed), masked.total(exposed) - full.total(exposed)
-    work = visits.total * one + visits.masked * more + parameters.work_tile_by(schedule)
+    """Predicted time of one launch, of clocks of its two kinds of tiles."""
+    tiles = visits.total * full + visits.masked * (masked - full)
+    work = tiles + parameters.work_tile_by(schedule)
     return (makespan(work.tolist()) + parameters.launch) / parameters.clock * 1e-6
 
 

@@ -64,7 +64,7 @@ class Ledger:
         """Predicted time of a call of these sizes."""
         if self.visits is None:
             return None
-        tiles = (self.full, self.masked)
+        tiles = (self.clocks, self.clocks + self.for_mask)
         return milliseconds(self.plan.schedule, *tiles, self.visits, self.fit.parameters)
 
     @cached_property

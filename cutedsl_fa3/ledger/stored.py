@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,17 @@ from typing import Any
 from cutedsl_fa3.record import DATA, Record, newest, place
 from cutedsl_fa3.tables import filled
 
-from .fit import Compared, Sample, compared, fit, plain, samples, todays_schedules
+from .fit import (
+    Compared,
+    Kernels,
+    Measured,
+    Sample,
+    compared,
+    fit,
+    plain,
+    samples,
+    todays_kernels,
+)
 from .launch import Parameters
 
 FITTED = Path(__file__).with_name("fitted.py")
@@ -26,7 +35,8 @@ ALLOWED = 0.15  # error of a variant's time in units of plain causal
 
 HEAD = '''"""The cost ledger's fit. Written by `python -m cutedsl_fa3 ledger --accept`: do not edit.
 
-`SCHEDULES` are those that the rows of `RECORDS` ran with.
+`KERNELS` are those that the rows of `RECORDS` ran with: their schedules, and the clocks of a tile
+beside its products that were predicted for them.
 """
 
 '''
@@ -34,33 +44,33 @@ HEAD = '''"""The cost ledger's fit. Written by `python -m cutedsl_fa3 ledger --a
 
 @dataclass(frozen=True)
 class Stored:
-    """A fit with its origin: records in notebooks/data and the schedules that they ran with."""
+    """A fit with its origin: records in notebooks/data and the kernels that were measured."""
 
     device: str
     records: tuple[str, ...]
-    schedules: Mapping[str, Mapping[str, Any]]
+    kernels: Kernels
     parameters: Parameters
 
     @property
     def samples(self) -> list[Sample]:
         """Our rows of the records, of plain attention and of variants."""
         read = [Record.read(DATA / name) for name in self.records]
-        return [sample for record in read for sample in samples(record, self.schedules)]
+        return [sample for record in read for sample in samples(record, self.kernels)]
 
 
 def load() -> Stored:
     """The fit in `fitted.py`."""
     from . import fitted
 
-    parameters = Parameters(**fitted.PARAMETERS)
-    return Stored(fitted.DEVICE, fitted.RECORDS, fitted.SCHEDULES, parameters)
+    kernels = {name: Measured(**kept) for name, kept in fitted.KERNELS.items()}
+    return Stored(fitted.DEVICE, fitted.RECORDS, kernels, Parameters(**fitted.PARAMETERS))
 
 
-def renewed(same_schedules: bool = False) -> Stored:
+def renewed(same_kernels: bool = False) -> Stored:
     """A fit of the newest records.
 
     Raises: ValueError where a record is missing, of another device, or of other sources than
-        today's, so that its schedules are not known; `same_schedules` says that they are.
+        today's, so that its kernels are not known; `same_kernels` says that they are today's.
     """
     before = load()
     found = [newest(DATA, kind) for kind in KINDS]
@@ -74,13 +84,13 @@ def renewed(same_schedules: bool = False) -> Stored:
     if len(devices) > 1:
         raise ValueError(f"records of {' and '.join(sorted(devices))}: one device is fitted")
     if names == before.records:
-        schedules = before.schedules
+        kernels = before.kernels
     else:
-        if not same_schedules:
+        if not same_kernels:
             _check_sources(names, records)
-        schedules = todays_schedules(records)
-    rows = [sample for record in records for sample in samples(record, schedules)]
-    return Stored(devices.pop(), names, schedules, fit(plain(rows)))
+        kernels = todays_kernels(records)
+    rows = [sample for record in records for sample in samples(record, kernels)]
+    return Stored(devices.pop(), names, kernels, fit(plain(rows)))
 
 
 def _check_sources(names: tuple[str, ...], records: list[Record]) -> None:
@@ -90,8 +100,8 @@ def _check_sources(names: tuple[str, ...], records: list[Record]) -> None:
     for name, record in list(zip(names, records, strict=True))[:2]:  # tune says its schedules
         if record.meta["kernel_source_hash"] != today:
             raise ValueError(
-                f"{name} is of other sources than today's, so the schedules of its rows are not "
-                "known; measure again, or pass --same-schedules if the table is the same"
+                f"{name} is of other sources than today's, so its kernels are not known; measure "
+                "again, or pass --same-kernels if schedules and lowering are the same"
             )
 
 
@@ -106,11 +116,12 @@ def write(made: Stored, path: Path = FITTED) -> Path:
         lines += [f'    "{name}": {{']
         lines += [f"        {json.dumps(kind)}: {v:.{digits}f}," for kind, v in values.items()]
         lines += ["    },"]
-    lines += ["}", "SCHEDULES = {"]
-    for name, schedule in sorted(made.schedules.items()):
-        lines += [f"    {json.dumps(name)}: {{"]
-        lines += [f"        {json.dumps(field)}: {_said(v)}," for field, v in schedule.items()]
-        lines += ["    },"]
+    lines += ["}", "KERNELS = {"]
+    for name, kernel in sorted(made.kernels.items()):
+        lines += [f"    {json.dumps(name)}: {{", '        "schedule": {']
+        lines += [f"            {json.dumps(k)}: {_said(v)}," for k, v in kernel.schedule.items()]
+        lines += ["        },", f'        "elements": {kernel.elements},']
+        lines += [f'        "passes_over": {kernel.passes_over},', "    },"]
     path.write_text(HEAD + "\n".join([*lines, "}", ""]))
     return path
 

@@ -74,8 +74,8 @@ class TileCost:
         return sum(step.takes for step in self.steps)
 
     def total(self, exposed: float) -> float:
-        """Clocks of the tile where a share `exposed` of the shorter of the two is not hidden."""
-        return max(self.products, self.elements) + exposed * min(self.products, self.elements)
+        """Clocks of the tile; `exposed` as in `tile_clocks`."""
+        return tile_clocks(self.products, self.elements, exposed)
 
     @cached_property
     def by_pipe(self) -> dict[str, float]:
@@ -90,6 +90,17 @@ class TileCost:
         return next((step for step in self.steps if step.name == name), None)
 
 
+def tile_clocks(products: float, elements: float, exposed: float) -> float:
+    """Clocks of a tile where a share `exposed` of the shorter of the two is not hidden."""
+    return max(products, elements) + exposed * min(products, elements)
+
+
+def products_of(plan: Plan) -> float:
+    """Clocks of the tensor cores for a tile."""
+    s = plan.schedule
+    return 2 * s.tile_m * s.tile_n * sum(plan.problem.tile_dims) / WGMMA_FLOP
+
+
 def tile_cost(plan: Plan, masked: bool = False) -> TileCost:
     """What one key tile of this plan costs; `masked`: one that needs the element mask."""
     s, (d, dv) = plan.schedule, plan.problem.tile_dims
@@ -98,8 +109,7 @@ def tile_cost(plan: Plan, masked: bool = False) -> TileCost:
     for name, counts in instructions(plan, masked).items():
         waited = s.consumers * L2_LATENCY if _waits_for_memory(plan, name) else 0.0
         steps.append(Step(name, counts, clocks(counts, warps), waited))
-    flop = 2 * s.tile_m * s.tile_n * (d + dv)
-    return TileCost(tuple(steps), flop / WGMMA_FLOP, s.tile_n * (d + dv) * BYTES)
+    return TileCost(tuple(steps), products_of(plan), s.tile_n * (d + dv) * BYTES)
 
 
 def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from cutedsl_fa3 import Variant, masks, scores
 from cutedsl_fa3.ledger import stored
-from cutedsl_fa3.ledger.fit import PLAIN, Compared, Sample, compared, fit, plain
+from cutedsl_fa3.ledger.fit import PLAIN, Compared, Measured, Sample, compared, fit, measured, plain
 from cutedsl_fa3.ledger.launch import Parameters
 from cutedsl_fa3.ledger.stored import ALLOWED, README, Stored
 from cutedsl_fa3.peers import OURS
 from cutedsl_fa3.pipelines import Schedule
+from cutedsl_fa3.plans import Plan
+from cutedsl_fa3.problem import Problem
 from cutedsl_fa3.record import Record, Row
 
 
@@ -60,6 +63,14 @@ def test_every_variant_of_the_record_is_held_at_both_head_sizes():
     }
 
 
+def test_what_is_kept_of_a_kernel_that_is_measured_today_is_what_its_plan_says():
+    plan = Plan.default(Variant(scores.softcap(30.0), masks.causal), Problem("bf16", 64, 64))
+    kept_now = measured(plan)
+    assert Schedule(**kept_now.schedule) == plan.schedule and kept_now.passes_over
+    assert kept_now.elements[0] == pytest.approx(plan.ledger.full.elements, abs=0.1)
+    assert kept_now.elements[1] == pytest.approx(plan.ledger.masked.elements, abs=0.1)
+
+
 def test_a_row_of_a_variant_is_not_fitted():
     found = kept()[1]
     with pytest.raises(ValueError, match=r"\['alibi'\]: only full and causal are fitted"):
@@ -76,8 +87,9 @@ def test_times_that_the_model_makes_give_its_parameters_back():
             for batch, seqlen in ((64, 512), (8, 2048), (1, 8192)):
                 sizes = (d, d, seqlen, seqlen, batch, 16, 16)
                 row = Row(OURS, "forward", variant, "bf16", *sizes, 1.0, 1.0, 0.0, ())
-                ms = Sample(row, schedule).predicted(truth)
-                samples.append(Sample(dataclasses.replace(row, ms=ms), schedule))
+                sample = Sample(row, schedule, (20.0 * d, 25.0 * d))
+                ms = sample.predicted(truth)
+                samples.append(dataclasses.replace(sample, row=dataclasses.replace(row, ms=ms)))
     found = fit(samples)
     assert found.clock == pytest.approx(truth.clock, rel=0.02)
     assert found.work_tile == pytest.approx(truth.work_tile, rel=0.1)
@@ -95,7 +107,8 @@ def test_what_is_written_is_what_is_read(tmp_path: Path):
     scope: dict = {}
     exec(path.read_text(), scope)
     assert Parameters(**scope["PARAMETERS"]) == made.parameters
-    assert scope["SCHEDULES"] == made.schedules and scope["RECORDS"] == made.records
+    kernels = {name: Measured(**kept) for name, kept in scope["KERNELS"].items()}
+    assert kernels == made.kernels and scope["RECORDS"] == made.records
     assert path.read_text() == stored.FITTED.read_text()
 
 
