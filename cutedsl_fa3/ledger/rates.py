@@ -14,7 +14,10 @@ floats are taken at 16, as slow as an exponential, those to bf16 and fp16 in pai
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+
+from cutedsl_fa3.variant.shared import MOST
 
 SMS = 132  # of an H200 and an H100 SXM
 SCHEDULERS, LANES = 4, 32
@@ -102,17 +105,21 @@ OPS: dict[tuple[str, str], Counts] = {
     **{(op, "bool"): {} for op in ("and", "or", "xor", "not", "eq", "ne", "where")},
 }
 
-# Functions of 2^exponent (variant/shared.py), by whether two neighbours share a reciprocal, for
-# each of them; the exponent itself is one more instruction. "capped" is a number times tanh.
-SHARED: dict[str, Counts] = {
-    "capped": {"FMNMX": 1, "FFMA": 2, "FADD": 0.5, "MUFU": 1.5},
-    "tanh": {"FMNMX": 1, "FFMA": 2, "FADD": 0.5, "MUFU": 1.5},
-    "sigmoid": {"FMNMX": 1, "FFMA": 1.5, "FADD": 0.5, "FMUL": 1, "MUFU": 1.5},
-}
+# Functions of 2^exponent (variant/shared.py), alone and as one of neighbours that share a
+# reciprocal; the exponent itself is one more instruction. "capped" is a number times tanh.
 ALONE: dict[str, Counts] = {
     "capped": {"FFMA": 1, "FADD": 1, "MUFU": 2},
     "tanh": {"FFMA": 1, "FADD": 1, "MUFU": 2},
     "sigmoid": {"FADD": 1, "MUFU": 2},
+}
+RECIPROCAL: dict[int, Counts] = {2: {"MUFU": 0.5}, 4: {"MUFU": 0.25, "FMUL": 0.75}}  # by how many
+SHARED: dict[str, Counts] = {
+    kind: Counter(counts) + Counter(RECIPROCAL[MOST])
+    for kind, counts in {
+        "capped": {"FMNMX": 1, "FFMA": 2, "FADD": 0.5, "MUFU": 1},
+        "tanh": {"FMNMX": 1, "FFMA": 2, "FADD": 0.5, "MUFU": 1},
+        "sigmoid": {"FMNMX": 1, "FFMA": 1.5, "FADD": 0.5, "FMUL": 1, "MUFU": 1},
+    }.items()
 }
 NEAR_ZERO: Counts = {"FMUL": 2, "FFMA": 1, "FSETP": 1}  # tanh's series, and the choice
 

@@ -20,9 +20,9 @@ from .graph import Builder, Graph, Node, Ref, Value
 from .normalise import normalise
 
 # The greatest error of tanh without its series is 2^-22 of the cap; in a score that is far below
-# what P loses when it is rounded, as long as the cap is no larger than this. Below the smallest,
-# what is near 1 / cap would reach the end of fp32.
-SMALLEST_CAP, LARGEST_CAP = 2.0**-10, 128.0
+# what P loses when it is rounded, as long as the cap is no larger than this. Caps below the
+# smallest would take products of four denominators, divided by them, to the end of fp32.
+SMALLEST_CAP, LARGEST_CAP = 0.125, 128.0
 
 # Operations whose result is NaN if an argument is.
 PASS_NAN = frozenset(

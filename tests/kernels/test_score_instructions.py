@@ -19,6 +19,7 @@ from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
 from cutedsl_fa3.sass import functions
+from cutedsl_fa3.variant.shared import MOST
 
 LENGTHS = named.Lengths(heads=16, seqlen_q=8192, seqlen_k=8192)
 
@@ -29,8 +30,8 @@ COSTS = {
     "causal": {"RCP": 0.0, "EX2": 1.0, "LDG": 0.0, "more": 0.0},
     "alibi": {"RCP": 0.0, "EX2": 1.0, "LDG": 0.0, "more": 2.0},
     "bias": {"RCP": 0.0, "EX2": 1.0, "LDG": 0.5, "more": 3.6},
-    "softcap:30": {"RCP": 0.5, "EX2": 2.0, "LDG": 0.0, "more": 3.0},
-    "sigmoid": {"RCP": 0.5, "EX2": 1.0, "LDG": 0.0, "more": 1.5},
+    "softcap:30": {"RCP": 1 / MOST, "EX2": 2.0, "LDG": 0.0, "more": 3.4},
+    "sigmoid": {"RCP": 1 / MOST, "EX2": 1.0, "LDG": 0.0, "more": 1.8},
 }
 
 

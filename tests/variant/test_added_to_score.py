@@ -10,7 +10,7 @@ from cutlass import Float32
 from on_cpu import for_each
 
 from cutedsl_fa3 import Variant, scores
-from cutedsl_fa3.variant.lower import Lowering
+from cutedsl_fa3.variant.device import Lowering
 
 SMALL = 2.0**-12  # its square is lost where 1 + 2 SMALL + SMALL^2 is rounded to fp32
 ROUNDED = 1 + 2 * SMALL  # the score: (1 + SMALL)^2 in fp32

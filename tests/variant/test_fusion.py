@@ -13,9 +13,9 @@ from on_cpu import for_each
 
 from cutedsl_fa3 import masks, scores
 from cutedsl_fa3.variant import Elementwise, Ref, Variant, seqlen_k, seqlen_q
+from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.evaluate import evaluate
 from cutedsl_fa3.variant.fusion import composed, lines, spoils_row, with_known_signs
-from cutedsl_fa3.variant.lower import Lowering
 
 SLOPES = torch.tensor([0.7, -0.3])
 TABLE, FIRST = torch.randn(2, 40), torch.tensor([3, 9])

@@ -47,10 +47,12 @@ exponents = st.one_of(
 caps = st.floats(SMALLEST_CAP, LARGEST_CAP, width=32).flatmap(lambda c: st.sampled_from([c, -c]))
 
 
-def both(function, first: float, second: float) -> list[float]:
-    """The function's values at two exponents that share a reciprocal."""
-    values = [torch.tensor(first), torch.tensor(second)]
-    return [float(value) for value in function(values)]
+groups = st.sampled_from([2, 4]).flatmap(lambda n: st.lists(exponents, min_size=n, max_size=n))
+
+
+def together(function, group: list[float]) -> list[float]:
+    """The function's values at exponents that share a reciprocal."""
+    return [float(value) for value in function([torch.tensor(exponent) for exponent in group])]
 
 
 def sigmoid(exponent: float) -> float:
@@ -65,19 +67,19 @@ def of_cap(cap: float, exponent: float) -> float:
 
 
 @settings(max_examples=400)
-@given(exponents, exponents)
-def test_a_sigmoid_is_right_relatively_beside_any_neighbour(first, second):
-    found = both(lambda e: shared.sigmoids(e, UNIT), first, second)
-    for value, exponent in zip(found, (first, second), strict=True):
+@given(groups)
+def test_a_sigmoid_is_right_relatively_beside_any_neighbour(group):
+    found = together(lambda e: shared.sigmoids(e, UNIT), group)
+    for value, exponent in zip(found, group, strict=True):
         wanted = sigmoid(exponent)
         assert abs(value - wanted) <= max(wanted * 2.0**-20, 2.0**-125)
 
 
 @settings(max_examples=400)
-@given(exponents, exponents, caps)
-def test_a_capped_value_is_right_to_the_caps_precision_beside_any_neighbour(first, second, cap):
-    found = both(lambda e: shared.steps(e, -cap, cap, UNIT), first, second)
-    for value, exponent in zip(found, (first, second), strict=True):
+@given(groups, caps)
+def test_a_capped_value_is_right_to_the_caps_precision_beside_any_neighbour(group, cap):
+    found = together(lambda e: shared.steps(e, -cap, cap, UNIT), group)
+    for value, exponent in zip(found, group, strict=True):
         assert abs(value - of_cap(cap, exponent)) <= abs(cap) * 2.0**-21
 
 

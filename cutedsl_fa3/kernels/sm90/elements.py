@@ -15,9 +15,10 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant, shared
 from cutedsl_fa3.variant.bounds import QueryTile, Runs
+from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.fusion import composed, with_known_signs
 from cutedsl_fa3.variant.limits import in_base_2
-from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, Lowering, load, scan, select, visits
+from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, load, scan, select, visits
 from cutedsl_fa3.variant.pairs import dense
 from cutedsl_fa3.variant.tiles import Scan
 
