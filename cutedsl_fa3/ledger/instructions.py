@@ -103,14 +103,14 @@ class Tally:
     """Instructions of one warp for a whole tile, each named value once."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    seen: set[Any] = field(default_factory=set)
+    numbers: dict[Any, int] = field(default_factory=dict)
 
     def once(self, name: Any, counts: Counts) -> Any:
-        """Count these instructions if nothing of this name was counted before; the name."""
-        if name not in self.seen:
-            self.seen.add(name)
+        """Count these instructions if nothing of this name was counted before; a short name."""
+        if name not in self.numbers:
+            self.numbers[name] = len(self.numbers)
             self.counts.update(counts)
-        return name
+        return "value", self.numbers[name]
 
 
 def score_instructions(plan: Plan, masked: bool = False) -> Counter[str]:
