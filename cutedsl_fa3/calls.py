@@ -35,7 +35,7 @@ from .plans import Plan
 from .problem import Problem
 from .variant import Variant
 from .variant.evaluate import evaluate
-from .variant.pairs import pairs
+from .variant.pairs import dense, pairs
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -263,7 +263,7 @@ def launcher(
     Captured tensors may have changed their types and layouts since: those choose the kernel too.
     """
     types = tuple(t.dtype for t in variant.captures)
-    key = (dtype, head_dim, head_dim_v, schedule, trace, types, pairs(variant))
+    key = (dtype, head_dim, head_dim_v, schedule, trace, types, pairs(variant), dense(variant))
     known = _launchers.setdefault(variant, {})
     found = known.get(key)
     if found is None:

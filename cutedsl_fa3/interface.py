@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from . import shadow
 from .calls import Call, Result, SlowKernel, planned, prepare, visited
 from .errors import Unsupported
 from .inputs import check_schedule, check_tensors, checked_scale
+from .ledger.launch import Sizes
 from .pipelines import Schedule
 from .plans import Plan
 from .variant import Variant
@@ -52,7 +54,7 @@ def plan(
     check_schedule(schedule)
     made = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     made.check()
-    return made
+    return replace(made, sizes=Sizes(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
 
 
 def attention(

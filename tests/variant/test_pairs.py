@@ -16,9 +16,10 @@ from on_cpu import for_each, launchable
 from cutedsl_fa3.audit import census_of, disassemble
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.variant import Variant
+from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.evaluate import evaluate
 from cutedsl_fa3.variant.graph import CAPTURE_DTYPES
-from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, Lowering
+from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS
 from cutedsl_fa3.variant.pairs import pairable, pairs, read_along_k
 
 BIAS = torch.randn(2, 3, 20, 34)

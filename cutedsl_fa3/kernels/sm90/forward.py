@@ -247,7 +247,8 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         """A work tile, computed alike by every role."""
         lengths = (io.q[1].shape[0], io.k[1].shape[0])
         variant, pairs = self.plan.variant, self.plan.pairs
-        elements = Elements(variant, io.captures, io.scale, (batch, head), lengths, pairs)
+        place, bounded = (batch, head), self.plan.bounded
+        elements = Elements(variant, io.captures, io.scale, place, lengths, pairs, bounded)
         runs = elements.runs(m_block, self.schedule.tile_m, self.schedule.tile_n)
         return Work(m_block, head, batch, elements, runs)
 
