@@ -111,6 +111,8 @@ class Plan:
         lines += [f"  {line}" for line in self.variant.text.splitlines()]
         if self.pairs:
             lines.append(f"  two keys a load: {', '.join(f't{n}' for n in sorted(self.pairs))}")
+        if self.dense:
+            lines.append(f"  dense rows: {', '.join(f't{n}' for n in sorted(self.dense))}")
         lines += ["", f"visits   {describe(self.variant.mask)}"]
         lines += [f"aligned  {_alignment(self.variant)}"]
         lines += [f"softmax  {_softmax(self)}"]

@@ -86,8 +86,12 @@ class Lowering:
         """
         there = [Element(self, *element, memo, in_pairs) for element in elements]
         for number in sorted(self.functions & spoils_row(self.graph)) if len(there) > 1 else ():
-            if varies(self.graph, Ref(number)):
-                for element, found in zip(there, self.function(number, there), strict=True):
+            if not varies(self.graph, Ref(number)):
+                continue
+            most = shared.MOST["sigmoid" if self.graph.nodes[number].op == "sigmoid" else "tanh"]
+            for first in range(0, len(there), most):
+                few = there[first : first + most]
+                for element, found in zip(few, self.function(number, few), strict=True):
                     memo[element.key(number)] = found
         return [element.value(self.graph.output) for element in there]
 

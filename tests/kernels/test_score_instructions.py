@@ -30,8 +30,8 @@ COSTS = {
     "causal": {"RCP": 0.0, "EX2": 1.0, "LDG": 0.0, "more": 0.0},
     "alibi": {"RCP": 0.0, "EX2": 1.0, "LDG": 0.0, "more": 2.0},
     "bias": {"RCP": 0.0, "EX2": 1.0, "LDG": 0.5, "more": 3.6},
-    "softcap:30": {"RCP": 1 / MOST, "EX2": 2.0, "LDG": 0.0, "more": 3.4},
-    "sigmoid": {"RCP": 1 / MOST, "EX2": 1.0, "LDG": 0.0, "more": 1.8},
+    "softcap:30": {"RCP": 1 / MOST["tanh"], "EX2": 2.0, "LDG": 0.0, "more": 3.4},
+    "sigmoid": {"RCP": 1 / MOST["sigmoid"], "EX2": 1.0, "LDG": 0.0, "more": 1.8},
 }
 
 

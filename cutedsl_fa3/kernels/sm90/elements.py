@@ -139,7 +139,7 @@ class Elements:
         first_q, first_k = corner[0] + places.row, corner[1] + places.col
         queries = [first_q + offset for offset in places.row_offsets]
         keys = [first_k + offset for offset in places.col_offsets]
-        together = 1 if masked else shared.MOST  # a hidden key's NaN must not reach another
+        together = 1 if masked else shared.TOGETHER  # a hidden key's NaN must not reach another
         for first in range(0, len(keys), together):
             columns = range(first, min(first + together, len(keys)))
             for r in range(len(queries)):
