@@ -210,7 +210,7 @@ def run_tune(
 ) -> None:
     """Time every schedule that differs in one field from the default, and write a record."""
     need_compiler()
-    from . import bench, cases, record, tune
+    from . import bench, cases, record, tuning
 
     timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
     with _refusals():
@@ -221,10 +221,10 @@ def run_tune(
             seqlens=_lengths(seqlens),
             tokens=tokens,
         )
-        plans = [(case, tune.candidates(case)) for case in grid.cases()]
+        plans = [(case, tuning.candidates(case)) for case in grid.cases()]
         bench.require_gpu()
         meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
-    measured = tune.run(plans, timing, report=_say, seed=seed)
+    measured = tuning.run(plans, timing, report=_say, seed=seed)
     _kept(measured, meta, record.place(meta, out, "tune"))
 
 

@@ -65,7 +65,8 @@ WITHOUT_CODE = frozenset(
         "shadow.py",
         "smem_pictures.py",
         "tables.py",
-        "tune.py",
+        "tuned.py",
+        "tuning.py",
         "why.py",
     }
 )

@@ -21,19 +21,22 @@ from .variant.tiles import by_tile
 if TYPE_CHECKING:
     from .kernels.sm90.forward import ForwardSm90
     from .pipelines import Schedule
+    from .tuned import Choice
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a forward kernel will do, before anything is compiled.
 
-    `trace`: a debug build that notes the key tiles it visits.
+    `trace`: a debug build that notes the key tiles it visits. `tuned`: the measurement that chose
+    the schedule, where `tune` did; it affects no code.
     """
 
     variant: Variant
     problem: Problem
     schedule: Schedule
     trace: bool = False
+    tuned: Choice | None = None
 
     @classmethod
     def default(cls, variant: Variant, problem: Problem, *, trace: bool = False) -> Plan:
@@ -97,7 +100,9 @@ class Plan:
         lines += ["", f"visits   {describe(self.variant.mask)}"]
         lines += [f"aligned  {_alignment(self.variant)}"]
         lines += [f"softmax  {_softmax(self.variant)}"]
-        lines += [f"schedule {self.schedule}, {kernel.order}", "", "tiles"]
+        lines += [f"schedule {self.schedule}, {kernel.order}"]
+        lines += [] if self.tuned is None else [f"         {self.tuned}"]
+        lines += ["", "tiles"]
         lines += [f"  {name:4} {tile}" for name, tile in kernel.tiles.items()]
         lines += ["", "shared memory", *_indented(kernel.smem), "", "rings"]
         for name, ring in kernel.rings.items():

@@ -169,7 +169,7 @@ def test_bench_variants_writes_one_record_of_all_groups(
 
 
 def test_tune_writes_one_record_of_pairs_of_head_sizes(pretended, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("cutedsl_fa3.tune.measure", lambda case, *rest: [measured_row(case)])
+    monkeypatch.setattr("cutedsl_fa3.tuning.measure", lambda case, *rest: [measured_row(case)])
     result = run("tune", "--head-dims", "192x128,96", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.glob("tune-*.json")
