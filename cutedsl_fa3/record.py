@@ -1,9 +1,9 @@
 """Measurement records: what ran where, as JSON.
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
-name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`
-(`ScheduleRow`) or `call` (`CallRow`). One marked `partial` holds what was measured before a run
-ended early; no table is made from it.
+name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune` and
+`table` (`ScheduleRow`) or `call` (`CallRow`). One marked `partial` holds what was measured before a
+run ended early; no table is made from it.
 """
 
 from __future__ import annotations
@@ -193,15 +193,22 @@ def place(meta: dict[str, Any], out: Path | None = None, kind: str = "bench") ->
     return (out or DATA) / f"{kind}-{timing}{device}-{moment}.json"
 
 
-def newest(folder: Path = DATA, kind: str = "bench") -> Record | None:
-    """The latest complete burst record by its own date, or None where there is none yet."""
+def newest(folder: Path = DATA, kind: str = "bench", timing: str = "burst") -> Record | None:
+    """The latest complete record of a timing by its own date, or None where there is none yet."""
     records = (Record.read(path) for path in sorted(folder.glob(f"{kind}-*.json")))
     whole = [
         record
         for record in records
-        if record.meta.get("timing", "burst") == "burst" and not record.meta.get("partial")
+        if record.meta.get("timing", "burst") == timing and not record.meta.get("partial")
     ]
     return max(whole, key=lambda record: record.meta["date"], default=None)
+
+
+def sustained_beside(record: Record, folder: Path = DATA, kind: str = "bench") -> Record | None:
+    """The newest sustained record of the same commit, if there is one."""
+    found = newest(folder, kind, "sustained")
+    same = found is not None and found.meta["commit"] == record.meta["commit"]
+    return found if same else None
 
 
 def collect(commit: str | None = None, allow_dirty: bool = False) -> dict[str, Any]:

@@ -59,7 +59,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 # 64 rows for each consumer warpgroup; the forward has no clusters.
 NOT_TRIED = ("tile_m", "cluster")
 MARGIN = 1.005  # medians repeat to about 0.3%: what is faster by less changes nothing
-DIFFERENT = 64  # rows that are held against fp64
+DIFFERENT = 16  # rows that are held against fp64
 SCORES = 1 << 22  # pairs whose visibility is looked at together
 
 
@@ -144,8 +144,9 @@ def tune(
     `schedules` are the candidates, instead of those that differ from the default in a field, and
     then, in up to `passes` passes, from the best so far.
 
-    Shape: as for `attention`, on an SM90 GPU. A minute at most where kernels of `passes` = 2 have
-    to be compiled, else seconds.
+    It takes seconds, and one or two more for each candidate that has to be compiled.
+
+    Shape: as for `attention`, on an SM90 GPU.
     Raises: as `attention`; ScheduleError, LayoutError for one of `schedules` that is not legal;
         WrongResult for a candidate whose result is wrong.
     """

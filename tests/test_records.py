@@ -196,7 +196,7 @@ def test_a_record_of_variants_is_of_a_kind_of_its_own(variants: Record, tmp_path
 def test_without_a_record_each_table_says_which_command_writes_one() -> None:
     commands = {}
     for kind, table in TABLES.items():
-        text = table(None)
+        text = table(None, None)
         assert text.startswith("Nothing recorded yet: `")
         commands[kind] = text.split("`")[1]
     assert commands["variants"] == "python -m cutedsl_fa3 bench-variants"
