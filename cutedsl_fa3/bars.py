@@ -28,6 +28,7 @@ COLOURS = {
     "cudnn": "#8fb08c",
     "fa2": "#b9b9c6",
     "flex": "#7d6aa8",
+    "flex_fa4": "#b7a4dc",
 }
 GREY = "#5b5b5b"
 DPI = 150

@@ -200,7 +200,7 @@ def run_bench_variants(
     variant: Variants = None,
     providers: Annotated[
         str, typer.Option(help="Kernels to time, by comma.")
-    ] = "cutedsl_fa3,fa4,flex",
+    ] = "cutedsl_fa3,fa4,flex,flex_fa4",
     dtype: Dtype = "bf16",
     head_dims: HeadDims = "64,128",
     seqlen: Annotated[int, typer.Option(help="Length of queries and keys.")] = 8192,

@@ -8,6 +8,7 @@ differ in one from the best so far. Rules alone say which are legal; the others 
 left out where they spill. Of each result the rows that differ most from the default's are held
 against fp64: a wrong one is an error and not a time. Those that are left take turns in an order
 drawn anew each round; medians count, and speed is always that of the same turns over the default's.
+Of so many one is fast by chance: the default and the fastest take turns once more, which decides.
 
 `measure` is the same for a named case, as rows of a record, with which the table of schedules is
 chosen.
@@ -59,6 +60,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 # 64 rows for each consumer warpgroup; the forward has no clusters.
 NOT_TRIED = ("tile_m", "cluster")
 MARGIN = 1.005  # medians repeat to about 0.3%: what is faster by less changes nothing
+FINALISTS = 3  # that take turns with the default once more
 DIFFERENT = 16  # rows that are held against fp64
 SCORES = 1 << 22  # pairs whose visibility is looked at together
 
@@ -226,13 +228,22 @@ def _searched(
 ) -> list[Tried]:
     """Every candidate, in the order in which they were tried; `look` names those around one.
 
-    The default and the best so far take turns with each pass, so that its speeds mean something.
+    The default and the best so far take turns with each pass, so that its speeds mean something,
+    and the finalists once more after the last.
     """
+
+    def timed(schedules: Iterable[Schedule], seed: int) -> dict[str, Tried]:
+        task = bar.add_task("time", total=timing.rounds)
+        calls = {each: trial.call(each) for each in schedules}
+        times = take_turns(calls, timing, seed, lambda: bar.advance(task))
+        return {row.change: row for row in _timed(times, trial.default)}
+
     best, tried = trial.default, dict[str, Tried]()
     for number in range(passes):
-        around = {change: one for change, one in look(best).items() if change not in tried}
         turns = dict.fromkeys((trial.default, best))
-        for change, one in bar.track(around.items(), description="compile, check"):
+        new = [(change, one) for change, one in look(best).items() if change not in tried]
+        new = [(change, one) for change, one in new if one not in turns]
+        for change, one in bar.track(new, description="compile, check"):
             schedule = one if isinstance(one, Schedule) else None
             why_not = one if isinstance(one, str) else trial.why_not(one)
             if why_not:
@@ -241,15 +252,21 @@ def _searched(
                 turns[one] = None
         if number and len(turns) == len({trial.default, best}):
             break
-        task = bar.add_task("time", total=timing.rounds)
-        calls = {each: trial.call(each) for each in turns}
-        times = take_turns(calls, timing, seed + number, lambda task=task: bar.advance(task))
-        tried = {row.change: row for row in _timed(times, trial.default)} | tried
-        fastest = max((row for row in tried.values() if row.samples), key=lambda row: row.speed)
-        if fastest.schedule in (None, best):
+        tried = timed(turns, seed + number) | tried  # what has a time keeps it
+        fastest, *_ = _fastest(tried.values())
+        if fastest == best:
             break
-        best = fastest.schedule
+        best = fastest
+    finalists = _fastest(tried.values())[:FINALISTS]
+    tried |= timed(dict.fromkeys((trial.default, *finalists)), seed + passes)
     return list(tried.values())
+
+
+def _fastest(tried: Iterable[Tried]) -> list[Schedule]:
+    """The schedules that have a time, fastest first."""
+    rows = [row for row in tried if row.samples]
+    rows.sort(key=lambda row: -row.speed)
+    return [row.schedule for row in rows if row.schedule is not None]
 
 
 def _timed(times: Mapping[Schedule, list[float]], default: Schedule) -> Iterator[Tried]:

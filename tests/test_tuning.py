@@ -207,15 +207,42 @@ def test_every_round_times_each_candidate_once_in_an_order_drawn_anew(pretended)
     result = fa3.tune(*tensors(), timing=pretended.timing, passes=1)
     count = sum(bool(row.samples) for row in result.rows)
     timed = pretended.timed[2 * count :]  # after two calls of each to warm up
-    rounds = [tuple(timed[at : at + count]) for at in range(0, len(timed), count)]
-    assert len(rounds) == 5 and all(len(set(one)) == count for one in rounds)
-    assert len(set(rounds)) == 5
+    rounds = [tuple(timed[at : at + count]) for at in range(0, 5 * count, count)]
+    assert all(len(set(one)) == count for one in rounds) and len(set(rounds)) == 5
+
+
+def test_what_was_fast_by_chance_is_found_out_in_a_last_round_with_the_default(pretended):
+    lucky = dataclasses.replace(DEFAULT, overlap="intra")
+    pretended.ms = {FAST: 0.8}
+    chance = iter([0.1] * 7)  # two calls to warm up, five rounds
+    clock = pretended.timing.clock
+
+    def once_lucky(call, repeats):
+        ms = clock(call, repeats)
+        return next(chance, 1.2) if pretended.running == lucky else ms
+
+    timing = dataclasses.replace(pretended.timing, clock=once_lucky)
+    result = fa3.tune(*tensors(), timing=timing, passes=1)
+    assert result.best == FAST
+    (row,) = (row for row in result.rows if row.schedule == lucky)
+    assert row.ms == 1.2 and len(row.samples) == 5
 
 
 def test_the_default_stays_where_nothing_is_faster_by_more_than_the_noise(pretended):
     pretended.ms = {DEFAULT: 1.0, FAST: 0.997}
     result = fa3.tune(*tensors(), timing=pretended.timing, passes=1)
     assert result.best == DEFAULT and result.speed == 1.0
+
+
+def test_a_default_that_spills_is_timed_all_the_same(pretended, monkeypatch):
+    compiled = SimpleNamespace(resources=SimpleNamespace(spills=8))
+    monkeypatch.setattr(tuning.cache, "get", lambda kernel: compiled)
+    result = fa3.tune(*tensors(), timing=pretended.timing, schedules=[FAST, DEFAULT])
+    assert result.best == DEFAULT
+    assert [(row.change, row.why_not) for row in result.rows] == [
+        ("default", ""),
+        ("stages 3", "spills 8 B a thread"),
+    ]
 
 
 def test_schedules_of_ones_own_are_the_candidates(pretended):
