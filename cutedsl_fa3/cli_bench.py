@@ -166,6 +166,8 @@ def run_bench(
     After every case the record is on disk, marked as partial; a run that ends early leaves it.
     By default: plain full and causal attention at every native head size.
     """
+    own = {"variant": variant, "providers": providers, "dtypes": dtypes, "head_dims": head_dims}
+    own |= {"seqlens": seqlens, "tokens": tokens, "hidden": hidden, "group": group}
     if readme:
         _write_tables()
     if draw:
@@ -174,6 +176,8 @@ def run_bench(
         return
     need_compiler()
     if peers:
+        with _refusals():
+            _need_defaults(run_bench, own)
         _everything(how, tables)
         return
     from . import bench, cases
@@ -348,6 +352,18 @@ def _everything(how: Timed, kinds: str) -> None:
     if how.out is None:
         _write_tables()
         _draw()
+
+
+def _need_defaults(action: Callable[..., None], given: dict[str, Any]) -> None:
+    """That --peers comes without options of one table, which the others would not follow.
+
+    Raises: ValueError.
+    """
+    parameters = inspect.signature(action).parameters
+    for name, value in given.items():
+        if value != parameters[name].default:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--peers with {option} {value}: give {option} without --peers")
 
 
 def _write_tables() -> None:

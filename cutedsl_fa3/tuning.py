@@ -59,6 +59,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 # 64 rows for each consumer warpgroup; the forward has no clusters.
 NOT_TRIED = ("tile_m", "cluster")
+ALONE = {"both": "intra", "pingpong": "none"}  # one warpgroup has nobody to take turns with
 MARGIN = 1.005  # medians repeat to about 0.3%: what is faster by less changes nothing
 FINALISTS = 3  # that take turns with the default once more
 DIFFERENT = 16  # rows that are held against fp64
@@ -378,8 +379,11 @@ def around(variant: Variant, problem: Problem, base: Schedule) -> dict[str, Sche
     found: dict[str, Schedule | str] = {_change(default, base): base}
     for field, values in VALUES.items():
         for value in values:
-            changed = {field: value} | ({"tile_m": 64 * value} if field == "consumers" else {})
-            wanted = asdict(base) | changed
+            wanted = asdict(base) | {field: value}
+            if field == "consumers":
+                wanted["tile_m"] = 64 * value
+                if value == 1:
+                    wanted["overlap"] = ALONE.get(base.overlap, base.overlap)
             change = _change(default, wanted)
             if change not in found:
                 try:

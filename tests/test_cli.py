@@ -260,7 +260,11 @@ def test_bench_peers_measures_the_chosen_tables_alone(every_kind, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(("--tables", "bench,speed"), "speed"), (("--out", "one.json"), "one.json")],
+    [
+        (("--tables", "bench,speed"), "speed"),
+        (("--out", "one.json"), "one.json"),
+        (("--dtypes", "fp16"), "--dtypes fp16"),
+    ],
 )
 def test_bench_peers_refuses_before_anything_is_measured(every_kind, options, named) -> None:
     result = run("bench", "--peers", *options)

@@ -33,7 +33,8 @@ def test_the_first_candidate_is_the_default_and_the_others_differ_in_one_field()
     for other in others:
         fields = dataclasses.asdict(base)
         changed = {n for n, value in dataclasses.asdict(other).items() if value != fields[n]}
-        assert len(changed) == 1 or changed == {"tile_m", "consumers"}
+        assert len(changed) == 1 or changed - {"overlap"} == {"tile_m", "consumers"}
+        assert "overlap" not in changed or len(changed) == 1 or other.consumers == 1
         plan(other).check()
     assert len(set(others)) == len(others) > 10
 
@@ -81,12 +82,18 @@ def test_what_a_rule_forbids_is_named_with_the_rule():
     refused = {change: why for change, why in found.items() if isinstance(why, str)}
     assert found["default"] == default
     assert "295056 bytes are needed" in refused["stages 4"]
-    both = dataclasses.replace(default, overlap="both")
-    assert (
-        "take turns"
-        in tuning.around(variant, problem, both)["tile_m 64, consumers 1, overlap both"]
-    )
+    alone = dataclasses.replace(default, consumers=1, tile_m=64)
+    why = tuning.around(variant, problem, alone)["tile_m 64, consumers 1, overlap both"]
+    assert "take turns" in why
     assert found["tile_n 64"] == dataclasses.replace(default, tile_n=64)
+
+
+def test_one_warpgroup_alone_is_tried_without_taking_turns():
+    variant, problem = fa3.Variant(), Problem("bf16", 64, 64)
+    default = Plan.default(variant, problem).schedule
+    assert default.overlap == "both"
+    found = tuning.around(variant, problem, default)["tile_m 64, consumers 1, overlap intra"]
+    assert found == dataclasses.replace(default, tile_m=64, consumers=1, overlap="intra")
 
 
 def test_around_the_best_so_far_changes_are_still_named_from_the_default():
