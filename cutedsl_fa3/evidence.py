@@ -140,9 +140,9 @@ def judged(row: Row, record: Record) -> Judged | None:
             continue
         base = row.schedule(masked=_variant(case).mask is not None)
         by_choice = {
-            _choice(one.schedule): one.tflops
+            _choice(_whole(one)): one.tflops
             for one in measured
-            if one.follows(replace(base, **{name: one.schedule[name] for name in CHOSEN}))
+            if one.follows(replace(base, **{name: _whole(one)[name] for name in CHOSEN}))
         }
         if (chosen := by_choice.get(_choice(asdict(base)))) is not None:
             speeds.append({key: value / chosen for key, value in by_choice.items()})
@@ -182,7 +182,7 @@ def head_groups(record: Record) -> dict[int, float]:
             continue
         base = serving_row(variant, Problem(*case.problem)).schedule(masked=True)
         for one in measured:
-            group = one.schedule["head_group"]
+            group = _whole(one)["head_group"]
             if one.follows(replace(base, head_group=group)):
                 chosen = next((o.tflops for o in measured if o.follows(base)), None)
                 if chosen is not None:
@@ -235,6 +235,11 @@ def _near(values: Sequence, chosen: object, near: int = NEAR) -> list:
         below = [value for value in values if value < chosen][-near:]
         return below + [value for value in values if value > chosen][:near]
     return [value for value in values if value != chosen]
+
+
+def _whole(row: ScheduleRow) -> dict:
+    """A row's schedule; a field that there was not yet had the value that is its default."""
+    return {field.name: field.default for field in fields(Schedule)} | row.schedule
 
 
 def _choice(schedule: dict) -> tuple:

@@ -56,6 +56,8 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "stages": (1, 2, 3, 4),
     "consumers": (1, 2, 3),
     "head_group": (1, 2, 4, 8, 16),
+    "persistent": (False, True),
+    "store": ("tma", "direct"),
 }
 # 64 rows for each consumer warpgroup; the forward has no clusters.
 NOT_TRIED = ("tile_m", "cluster")
