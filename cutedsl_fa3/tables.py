@@ -91,6 +91,7 @@ def variants_table(record: Record | None, sustained: Record | None = None) -> st
         f"pairs, causal as half of all; `time / {PLAIN}` is our time over that of our own plain "
         "causal, and beside a peer's time stands its time over ours. `flex` is its kernel alone, "
         "its block mask made outside of the time; ours finds its tiles within it. `-`: not offered."
+        f"{' `flex_fa4` is the same on the kernel of FA4.' if 'flex_fa4' in peers else ''}"
         f"{' ' + SUSTAINED.format(f'time / {PLAIN}') if sustained else ''}"
     )
     return _table(record, note, head, _variant_cells(record.rows, peers, sustained))

@@ -195,6 +195,9 @@ def test_a_variant_stands_beside_our_own_causal_of_its_size_and_beside_the_peers
     assert "| alibi | bf16 | 192x128 | 4096 | 0.600 | 500 | 1.20 | - | - | - | - |" in lines
     assert "| sigmoid | bf16 | 64 | 4096 | 0.500 | 500 | 1.00 | - | - | - | - |" in lines
     assert "at batch 4, 16 heads." in variants_table(variants)
+    assert "FA4" not in variants_table(variants)
+    both = replace(variants, rows=(*variants.rows, replace(variants.rows[-2], provider="flex_fa4")))
+    assert "on the kernel of FA4" in variants_table(both)
 
 
 def test_the_readmes_tables_say_how_it_is_under_sustained_load_where_that_was_recorded(
