@@ -29,7 +29,7 @@ def chosen_plan(
         str,
         typer.Option(
             help="full, causal, window:1024,0, prefix:256, documents:1000, alibi, bias, "
-            "softcap:30, sigmoid or sink."
+            "softcap:30, sigmoid, sink or laborious."
         ),
     ] = "causal",
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",

@@ -23,6 +23,7 @@ WITHOUT_CODE = frozenset(
         "__main__.py",
         "arguments.py",
         "audit.py",
+        "bars.py",
         "bench.py",
         "bench_call.py",
         "bench_gemm.py",
@@ -40,6 +41,7 @@ WITHOUT_CODE = frozenset(
         "contract.py",
         "demo.py",
         "emulate.py",
+        "evidence.py",
         "fingerprint.py",
         "gallery.py",
         "gallery_page.py",
@@ -67,7 +69,8 @@ WITHOUT_CODE = frozenset(
         "shadow.py",
         "smem_pictures.py",
         "tables.py",
-        "tune.py",
+        "tuned.py",
+        "tuning.py",
         "why.py",
     }
 )

@@ -24,20 +24,23 @@ if TYPE_CHECKING:
     from .ledger.launch import Sizes
     from .ledger.page import Ledger
     from .pipelines import Schedule
+    from .tuned import Choice
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a forward kernel will do, before anything is compiled.
 
-    `trace`: a debug build that notes the key tiles it visits. `sizes`: of a call, for the time that
-    the plan predicts; they affect no code.
+    `trace`: a debug build that notes the key tiles it visits. `tuned`: the measurement that chose
+    the schedule, where `tune` did; `sizes`: of a call, for the time that the plan predicts. Neither
+    of these two affects code.
     """
 
     variant: Variant
     problem: Problem
     schedule: Schedule
     trace: bool = False
+    tuned: Choice | None = None
     sizes: Sizes | None = None
 
     @classmethod
@@ -116,7 +119,9 @@ class Plan:
         lines += ["", f"visits   {describe(self.variant.mask)}"]
         lines += [f"aligned  {_alignment(self.variant)}"]
         lines += [f"softmax  {_softmax(self)}"]
-        lines += [f"schedule {self.schedule}, {kernel.order}", "", "tiles"]
+        lines += [f"schedule {self.schedule}, {kernel.order}"]
+        lines += [] if self.tuned is None else [f"         {self.tuned}"]
+        lines += ["", "tiles"]
         lines += [f"  {name:4} {tile}" for name, tile in kernel.tiles.items()]
         lines += ["", "shared memory", *_indented(kernel.smem), "", "rings"]
         for name, ring in kernel.rings.items():

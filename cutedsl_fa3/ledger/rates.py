@@ -114,7 +114,7 @@ ALONE: dict[str, Counts] = {
 }
 RECIPROCAL: dict[int, Counts] = {2: {"MUFU": 0.5}, 4: {"MUFU": 0.25, "FMUL": 0.75}}  # by how many
 SHARED: dict[str, Counts] = {
-    kind: Counter(counts) + Counter(RECIPROCAL[MOST])
+    kind: Counter(counts) + Counter(RECIPROCAL[MOST["sigmoid" if kind == "sigmoid" else "tanh"]])
     for kind, counts in {
         "capped": {"FMNMX": 1, "FFMA": 2, "FADD": 0.5, "MUFU": 1},
         "tanh": {"FMNMX": 1, "FFMA": 2, "FADD": 0.5, "MUFU": 1},
