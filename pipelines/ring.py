@@ -244,7 +244,10 @@ def put(end, words, *said):
 
 @cute.jit
 def take(end, words):
-    """The next slot's words, for every lane of a consuming warp. Returns (the ring's end, *words)."""
+    """The next slot's words, for every lane of a consuming warp.
+
+    Returns (the ring's end, *words).
+    """
     slot = end.wait_and_advance()
     said = _uniform(words, slot.index)
     cute.arch.sync_warp()  # all lanes have read them

@@ -225,7 +225,7 @@ def _needs_proxy_fence(run: Run, write: Access, read: Access) -> None:
 
 
 def _unread(run: Run, accesses: list[Access], writes: list[Access]) -> None:
-    """Copies that are overwritten, or left at the end, before anybody has read them."""
+    """Copies that are overwritten, or left at the end, before anybody has read any of them."""
     races = ("read before full", "overwritten before read", "two writers")
     told = {f.text.partition(":")[0] for f in run.findings if f.kind in races}
     reads = [a for a in accesses if a.kind not in WRITES]
@@ -237,8 +237,10 @@ def _unread(run: Run, accesses: list[Access], writes: list[Access]) -> None:
             for w in writes
             if w is not write and w.begin > write.begin and _meet(w.region, write.region)
         ]
-        until = min((w.begin for w in later), default=len(run.past))
-        if any(write.begin < r.begin < until and _meet(r.region, write.region) for r in reads):
+        behind = (r for r in reads if r.begin > write.begin and _meet(r.region, write.region))
+        if any(
+            all(w.begin > r.begin or not _meet(w.region, r.region) for w in later) for r in behind
+        ):
             continue
         place = run.names.region(write.region)
         if place in told:
@@ -249,7 +251,7 @@ def _unread(run: Run, accesses: list[Access], writes: list[Access]) -> None:
         run.fault(
             "never read",
             f"{place}: a tile that {who} copied {after} read it",
-            until if later else len(run.past) - 1,
+            min((w.begin for w in later), default=len(run.past) - 1),
             write.begin,
         )
 
