@@ -28,10 +28,10 @@ __all__ = [
     "WarpSpecialized",
     "WordRing",
     "check_registers",
-    "exactly",
-    "launch_registers",
     "draw",
     "drawn_tile",
+    "exactly",
+    "launch_registers",
     "put",
     "take",
 ]

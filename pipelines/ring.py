@@ -11,8 +11,8 @@ one per consumer warp that has read the slot.
 
 Both counts follow from the tables, so no number here can disagree with a copy or a role.
 
-A `WordRing` hands over 32-bit words instead of tiles: what one warp has decided, such as the next
-tile to visit, told to all warps of another role.
+A `WordRing` hands over 32-bit words instead of tiles, one or a few a slot: what one warp has
+decided, such as the next tile to visit, told to all warps of another role.
 
 On SM100 the tensor cores themselves take part: their commit empties a slot that they have read
 (`UmmaRing`) and fills a slot of tensor memory that they have written (`AccumulatorRing`).
@@ -244,7 +244,10 @@ def put(end, words, *said):
 
 @cute.jit
 def take(end, words):
-    """The next slot's words, for every lane of a consuming warp. Returns (the ring's end, *words)."""
+    """The next slot's words, for every lane of a consuming warp.
+
+    Returns (the ring's end, *words).
+    """
     slot = end.wait_and_advance()
     said = _uniform(words, slot.index)
     cute.arch.sync_warp()  # all lanes have read them

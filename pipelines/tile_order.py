@@ -24,7 +24,8 @@ class TileOrder:
     """Order of (m_block, head) tiles with at most `head_group` heads side by side, last rows first.
 
     The heads are cut into as few groups as that allows, all but the last of one width: two heads
-    left over would be a group of few tiles, the longest first again. `head` counts heads of all batches: batch * heads + head. Works on Python and device integers.
+    left over would be a group of few tiles, the longest first again. `head` counts heads of all
+    batches: batch * heads + head. Works on Python and device integers.
     """
 
     head_group: int

@@ -31,8 +31,8 @@ def of_plan(plan: Plan, longest: int | None = None) -> Iterator[Work]:
     """Forward calls that visit 0 to stages + 2 key tiles.
 
     One head, the queries of one tile, as many keys as fill so many tiles; at last three work tiles:
-    of three CTAs, one after the other, or of one persistent CTA. Where captured tensors decide tile by tile, as many queries as keys, in one
-    document or two.
+    of three CTAs, one after the other, or of one persistent CTA. Where captured tensors decide tile
+    by tile, as many queries as keys, in one document or two.
     """
     s = plan.schedule
     top = s.stages + 2 if longest is None else longest
