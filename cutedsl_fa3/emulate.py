@@ -299,7 +299,7 @@ class _Online:
         total, origin = self.row_sum, self.row_max * self.call.scale_log2
         empty, factor, value = total == 0, 1 / total, origin + torch.log2(total)
         natural, size = self.row_max * self.call.scale_natural, origin.abs()
-        alone, sink = origin, _sink(self.call.plan.variant, h)  # an empty row's is -inf
+        alone, sink = torch.full_like(origin, -math.inf), _sink(self.call.plan.variant, h)
         if sink is not None:
             logit = (
                 (sink * LOG2_E).clamp(-LARGEST, LARGEST).masked_fill(sink == -math.inf, -math.inf)

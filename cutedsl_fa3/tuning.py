@@ -58,6 +58,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "head_group": (1, 2, 4, 8, 16),
     "persistent": (False, True),
     "store": ("tma", "direct"),
+    "early": (0, 2, 4, 6, 8),
 }
 # 64 rows for each consumer warpgroup; the forward has no clusters.
 NOT_TRIED = ("tile_m", "cluster")

@@ -11,8 +11,8 @@ one per consumer warp that has read the slot.
 
 Both counts follow from the tables, so no number here can disagree with a copy or a role.
 
-A `WordRing` hands over 32-bit words instead of tiles: what one warp has decided, such as the next
-tile to visit, told to all warps of another role.
+A `WordRing` hands over 32-bit words instead of tiles, one or a few a slot: what one warp has
+decided, such as the next tile to visit, told to all warps of another role.
 
 On SM100 the tensor cores themselves take part: their commit empties a slot that they have read
 (`UmmaRing`) and fills a slot of tensor memory that they have written (`AccumulatorRing`).

@@ -25,8 +25,16 @@ class Gpu:
     kernels: list[Any] = field(default_factory=list)
     launches: list[tuple[Any, ...]] = field(default_factory=list)
     current: int | None = None  # the current device; that of CPU tensors is None
+    stream: int = 0  # the current stream
+    multiprocessors: int = 132
     fail: Exception | None = None
     spills: int = 0
+
+    counters: dict[int, torch.Tensor] = field(default_factory=dict)  # by stream
+
+    def counter(self, index: int | None) -> torch.Tensor:
+        """In place of `counters.counter`."""
+        return self.counters.setdefault(self.stream, torch.zeros(1, dtype=torch.int32))
 
     def get(self, kernel: Any) -> Any:
         """In place of `cache.get`."""
@@ -92,5 +100,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(calls, "_launchers", WeakKeyDictionary())
     monkeypatch.setattr(calls, "emulated", lambda device: False)
     monkeypatch.setattr(calls, "current_device", lambda: made.current)
+    monkeypatch.setattr(calls, "counter", made.counter)
+    monkeypatch.setattr(calls, "_multiprocessors", lambda device: made.multiprocessors)
     monkeypatch.setattr(calls.torch.cuda, "device", lambda device: Switched(made, device))
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import cutedsl_fa3 as fa3
 from cutedsl_fa3 import calls, interface
 
 Q = (2, 128, 4, 64)
+A_TILE = fa3.Schedule(128, 64, 2, 2, "intra")  # a CTA a tile
 
 
 def drawn(*shape, dtype=torch.bfloat16):
@@ -41,19 +43,33 @@ def checked(monkeypatch):
 def test_a_kernel_gets_its_arguments_in_the_order_of_its_host_function(gpu):
     q, k, v = drawn(2, 70, 4, 64), drawn(2, 90, 2, 64), drawn(2, 90, 2, 128)
     variant = by_head(torch.rand(4))
-    out, lse = fa3.attention_with_lse(q, k, v, variant, scale=0.5)
+    out, lse = fa3.attention_with_lse(q, k, v, variant, scale=0.5, schedule=A_TILE)
     ((_, *given),) = gpu.launches
     assert all(a is b for a, b in zip(given[:5], (q, k, v, out, lse), strict=True))
-    assert given[5:] == [variant.captures, None, None, 0.5]
+    assert given[5:] == [variant.captures, None, None, None, None, 0.5]
     assert out.shape == (2, 70, 4, 128) and out.dtype == torch.bfloat16 and out.is_contiguous()
     assert lse.shape == (2, 4, 70) and lse.dtype == torch.float32 and lse.is_contiguous()
 
 
 def test_arguments_that_a_plan_has_not_are_none(gpu):
     q = drawn(*Q)
-    fa3.attention(q, q, q, fa3.Variant(softmax=fa3.Elementwise(torch.relu)))
+    fa3.attention(q, q, q, fa3.Variant(softmax=fa3.Elementwise(torch.relu)), schedule=A_TILE)
     ((_, *given),) = gpu.launches
-    assert given[4:8] == [None] * 4 and given[8] == 1 / 8
+    assert given[4:10] == [None] * 6 and given[10:] == [1 / 8]
+
+
+def test_persistent_ctas_get_the_counter_of_their_stream_and_their_number(gpu):
+    q = drawn(*Q)
+    schedule = replace(A_TILE, persistent=True)
+    for _ in range(2):
+        fa3.attention(q, q, q, schedule=schedule)
+    gpu.stream = 7
+    fa3.attention(q, q, q, schedule=schedule)
+    counters = [launch[9] for launch in gpu.launches]
+    assert all(one.dtype == torch.int32 and one.tolist() == [0] for one in counters)
+    assert counters[0] is counters[1] and counters[2] is not counters[0]
+    assert [launch[10] for launch in gpu.launches] == [gpu.multiprocessors] * 3
+    assert [len(launch) for launch in gpu.launches] == [12] * 3
 
 
 def test_a_table_of_summaries_is_made_afresh_for_each_call(gpu):

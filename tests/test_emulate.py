@@ -93,6 +93,15 @@ def test_each_element_is_off_by_no_more_than_the_roundings_of_p_and_of_itself(pr
         assert torch.equal(lse == -INF, wanted_lse == -INF)
 
 
+def test_rows_that_see_nothing_under_a_limited_score_have_no_weight_and_an_lse_of_minus_infinity():
+    q, k, v = drawn(1, 3, 5, 1, 1, 64)
+    variant = Variant(scores.softcap(30.0), masks.none)
+    schedule = Schedule(64, 32, 2, 1, "none")
+    assert fa3.plan(q, k, v, variant, schedule=schedule).bounded
+    out, lse, _ = emulated(q, k, v, variant, schedule)
+    assert (out == 0).all() and (lse == -INF).all()
+
+
 def literal(q, k, v, variant, schedule, scale) -> tuple[torch.Tensor, torch.Tensor]:
     """One head, one tile of queries after another, as kernels/sm90/softmax.py has it in words."""
     visits = emulated(q, k, v, variant, schedule, scale).visits[0, 0]
@@ -110,8 +119,9 @@ def literal(q, k, v, variant, schedule, scale) -> tuple[torch.Tensor, torch.Tens
             if entry % 2:
                 here = here.masked_fill(hidden[rows, keys], -INF)
             new = torch.maximum(row_max, here.amax(-1))
-            alpha = torch.exp2((row_max - new) * scale_log2)
-            p = torch.exp2((here.double() * scale_log2).float() - (new * scale_log2)[:, None])
+            origin = new.masked_fill(new == -INF, 0.0)  # a row may see nothing of its first tiles
+            alpha = torch.exp2((row_max - origin) * scale_log2)
+            p = torch.exp2((here.double() * scale_log2).float() - (origin * scale_log2)[:, None])
             row_sum = row_sum * alpha + p.sum(-1)
             acc_o = acc_o * alpha[:, None] + p.to(v.dtype).float() @ v[0, keys, 0].float()
             row_max = new

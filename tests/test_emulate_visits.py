@@ -12,6 +12,7 @@ from twin_cases import BATCH, HEADS, drawn, variants
 
 from cutedsl_fa3 import Plan, Problem, Schedule, Variant, emulate, masks, reference
 from cutedsl_fa3.variant.evaluate import evaluate
+from cutedsl_fa3.variant.tiles import by_tile as decided_one_by_one
 
 VARIANTS = variants()
 LONGEST = 300  # of the random masks' tables
@@ -51,7 +52,10 @@ def by_tile(seen: torch.Tensor, tile: tuple) -> tuple[torch.Tensor, torch.Tensor
 
 
 def check_trace(variant: Variant, batch: int, heads: int, lengths: tuple, tile: tuple) -> None:
-    """Each tile with a visible element once, masked unless full; partial before full, ascending."""
+    """Each tile with a visible element once, masked unless full; partial before full.
+
+    Within each kind, runs go from right to left, tiles decided one by one from left to right.
+    """
     visits = traced(variant, batch, heads, lengths, tile)
     needed, full = by_tile(visible(variant, batch, heads, lengths), tile)
     m_blocks, n_blocks = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
@@ -63,7 +67,8 @@ def check_trace(variant: Variant, batch: int, heads: int, lengths: tuple, tile: 
         partial = [e // 2 for e in entries[:count] if e % 2]
         unmasked = [e // 2 for e in entries[:count] if not e % 2]
         assert [e % 2 for e in entries[:count]] == [1] * len(partial) + [0] * len(unmasked)
-        assert partial == sorted(set(partial)) and unmasked == sorted(set(unmasked))
+        for kind in (partial, unmasked):
+            assert kind == sorted(set(kind), reverse=not decided_one_by_one(variant.mask))
         visited = {*partial, *unmasked}
         assert len(visited) == count
         assert visited <= set(range(n_blocks))
@@ -177,4 +182,4 @@ def test_heads_and_batch_entries_have_visits_of_their_own_where_the_mask_reads_t
     variant = Variant(mask=lambda b, h, q, k: k < prefixes[b, h])
     visits = traced(variant, 2, 2, (10, 300), (64, 64))
     assert (visits >= 0).sum((2, 3)).tolist() == [[1, 2], [0, 5]]
-    assert visits[1, 1, 0].tolist() == [9, 0, 2, 4, 6, -1]
+    assert visits[1, 1, 0].tolist() == [9, 6, 4, 2, 0, -1]

@@ -187,7 +187,7 @@ def test_watched_attention_launches_the_debug_build_of_its_plan(monkeypatch, gpu
     out, lse = fa3.watched(q, k, v, variant, schedule=SCHEDULE, scale=0.5, seconds=3)
     assert (out.shape, lse.shape) == (q.shape, (1, 2, 64))
     plan = calls.planned(variant, q.dtype, 64, 64, SCHEDULE)
-    assert asked == [(plan.key_text, 9, 0.5, 3.0)]
+    assert asked == [(plan.key_text, 11, 0.5, 3.0)]
 
 
 def test_watched_attention_needs_a_kernel_to_run():

@@ -24,8 +24,9 @@ def visit_list(
 ) -> list[tuple[int, bool]]:
     """(n_block, masked) of each key tile that one tile of queries visits, in order.
 
-    Those that need the element mask come first, each kind from left to right. `table` is what
-    `summarise` made for these tile sizes; masks without summaries need none.
+    Those that need the element mask come first. Runs go from right to left within each kind, tiles
+    that are decided one by one from left to right. `table` is what `summarise` made for these tile
+    sizes; masks without summaries need none.
     """
     ints = PythonIntegers(captures)
     if not by_tile(mask):
@@ -53,7 +54,7 @@ def all_visits(
     Shape: (batch, heads, m_blocks, n_blocks + 1) int32, on the captured tensors' device.
     """
     decided = visited_tiles(mask, captures, batch, heads, seqlen_q, seqlen_k, tile_m, tile_n)
-    return _in_order(*decided).expand(batch, heads, -1, -1)
+    return _in_order(*decided, leftwards=not by_tile(mask)).expand(batch, heads, -1, -1)
 
 
 def visited_tiles(
@@ -99,9 +100,12 @@ def visited_tiles(
     return whole(visited), whole(masked)
 
 
-def _in_order(visited: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+def _in_order(visited: torch.Tensor, masked: torch.Tensor, leftwards: bool) -> torch.Tensor:
     """Conditions of each key tile as a list: masked ones, others, then -1 to one more than all."""
-    rank = torch.where(visited, torch.where(masked, 0, 1), 2)
+    n_blocks = visited.shape[-1]
+    place = torch.arange(n_blocks, device=visited.device)
+    place = n_blocks - 1 - place if leftwards else place
+    rank = torch.where(visited, torch.where(masked, place, place + n_blocks), 2 * n_blocks)
     order = torch.argsort(rank, dim=-1, stable=True)
     entries = 2 * order + masked.gather(-1, order)
     entries = torch.where(visited.gather(-1, order), entries, -1)

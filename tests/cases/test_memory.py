@@ -224,7 +224,11 @@ def outputs_at_the_edge(dim: int, last: bool) -> None:
         out, lse = (at_the_edge(torch.full_like(t, NAN), last=last) for t in wanted)
         plan = fa3.plan(q, k, v, variant)
         assert not plan.by_tile and not variant.captures
-        cache.get(plan.kernel).launch(q, k, v, out, lse, None, None, None, dim**-0.5)
+        counter = ctas = None
+        if plan.schedule.persistent:
+            counter, ctas = torch.zeros(1, dtype=torch.int32, device="cuda"), 2
+        arguments = (q, k, v, out, lse, None, None, None, counter, ctas, dim**-0.5)
+        cache.get(plan.kernel).launch(*arguments)
         torch.cuda.synchronize()
         assert same((out, lse), wanted)
 

@@ -172,7 +172,7 @@ def test_values_of_a_query_of_a_key_and_of_a_tile_are_counted_once_each():
 def test_neighbours_share_a_reciprocal_unless_a_mask_may_hide_them():
     plan = small(Variant(score=lambda s, b, h, q, k: torch.tanh(s)), 64)
     full, masked = score_instructions(plan), score_instructions(plan, masked=True)
-    assert (full["MUFU"], masked["MUFU"]) == ((1 + 1 / MOST) * 32, 2 * 32)
+    assert (full["MUFU"], masked["MUFU"]) == ((1 + 1 / MOST["tanh"]) * 32, 2 * 32)
 
 
 def test_a_mask_selects_once_for_each_condition_that_must_hold():

@@ -20,6 +20,7 @@ import faulty_ends as ends
 import faulty_shipped as shipped
 import faulty_steps as steps
 import torch
+from drawing import drawing
 from products import COLS, DEPTH, GROUPS, ROWS
 
 from cutedsl_fa3.kernels.sm90.forward import ForwardSm90
@@ -145,12 +146,13 @@ def in_forward(
         rows = 1152  # nine key tiles: the last V lies where O goes, if it goes there
         q, k, v, o = _matrices(device, *[(1, rows, 1, 128)] * 4)
         lse = torch.empty(1, 1, rows, device=device)
+        drawn_from = drawing(plan(by_tile).schedule, device)
         if not by_tile:
-            return q, k, v, o, lse, None, None, None, 0.1
+            return q, k, v, o, lse, None, None, None, *drawn_from, 0.1
         documents = torch.zeros(rows, dtype=torch.int64, device=device)  # one of them
         shape = plan(by_tile).table_shape(1, 1, rows, rows)
         table = torch.zeros(shape, dtype=torch.int32, device=device)
-        return q, k, v, o, lse, (documents,), table, None, 0.1
+        return q, k, v, o, lse, (documents,), table, None, *drawn_from, 0.1
 
     return Fault(
         name,

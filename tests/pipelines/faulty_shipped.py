@@ -83,6 +83,7 @@ class OutputOverValues(ForwardSm90):
         f.multiply_pv(slot)
         warpgroup.wait_group(0)
         slot.release()
+        return ring_v
 
     def pause(self) -> None:
         """Lose time, in the second warpgroup of consumers."""
@@ -93,7 +94,7 @@ class ValuesAheadOfKeys(ForwardSm90):
     """V is loaded a tile ahead of K."""
 
     @cute.jit
-    def produce_runs(self, ports, w, loads):
+    def produce_runs(self, io, ports, w, loads):
         load_q, load_k, load_v = loads
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         total = w.runs.n_total
@@ -107,6 +108,7 @@ class ValuesAheadOfKeys(ForwardSm90):
                 if j >= self.schedule.stages:
                     slot_k = ring_k.acquire_and_advance()
                     load_k(w.runs.n_block(j - self.schedule.stages), slot_k)
+        return ring_q, ring_k, ring_v, cutlass.Int32(0)
 
 
 class VisitsInThreads(ForwardSm90):

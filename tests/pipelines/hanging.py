@@ -18,6 +18,7 @@ import cutlass.cute as cute
 import filelock
 import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from drawing import drawing
 from faulty_steps import InThreads, TooManyBytes
 
 from cutedsl_fa3 import cache
@@ -209,7 +210,8 @@ def forward_arguments(kernel: FaultyForward) -> tuple:
     """What it is launched with."""
     q, k, v, o = (torch.randn(1, 2000, 4, 64, device="cuda").bfloat16() for _ in range(4))
     lse = torch.zeros(1, 4, 2000, device="cuda")
-    return q, k, v, o, lse, None, None, None, 0.125
+    drawn_from = drawing(kernel.schedule, "cuda")
+    return q, k, v, o, lse, None, None, None, *drawn_from, 0.125
 
 
 def cuda_works() -> bool:

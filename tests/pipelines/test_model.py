@@ -94,11 +94,17 @@ def test_a_kernel_without_tables_is_followed_by_addresses() -> None:
     assert "registers in use: warp 0 reads the accumulator" in str(verdict)
 
 
+@pytest.mark.parametrize("words", [1, 3])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_words_that_one_role_tells_another_are_read_before_they_are_overwritten(stages) -> None:
-    said = torch.arange(stages + 2, dtype=torch.int32)
-    verdict = check_pipeline(Telling(stages, 2), [(said, torch.zeros(8, 2, dtype=torch.int32))])
+def test_words_that_one_role_tells_another_are_read_before_they_are_overwritten(
+    stages, words
+) -> None:
+    said, heard = torch.arange(5, 5 + stages + 2), torch.zeros(8, 2, dtype=torch.int32)
+    verdict = check_pipeline(Telling(stages, 2, words), [(said.int(), heard)])
     assert verdict.ok, verdict
+    of_each = sum((n + 1) * (said + n) for n in range(words))  # what the model's warps have heard
+    places = torch.arange(1, len(said) + 1)
+    assert heard.tolist() == [[of_each.sum(), (of_each * places).sum()]] * 8
 
 
 def relay_works(kernel: Relay, tiles: int = 5) -> list[tuple]:

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from cutedsl_fa3.pipelines import Schedule, ScheduleError
 
+WHOLE = ("tile_m", "tile_n", "stages", "consumers", "head_group", "early")
+
 
 def test_the_default_is_valid():
-    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8)
+    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8, False, "tma", 0)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,14 @@ def test_the_default_is_valid():
         ({"cluster": (4, 4)}, r"cluster = \(4, 4\): .*product of at most 8"),
         ({"head_group": 0}, r"head_group = 0: 1 to 32"),
         ({"head_group": 33}, r"head_group = 33: 1 to 32"),
+        ({"persistent": 1}, r"persistent = 1: True or False"),
+        ({"persistent": "yes"}, r"persistent = 'yes': True or False"),
+        ({"persistent": None}, r"persistent = None: True or False"),
+        ({"store": "registers"}, r"store = 'registers': one of tma, direct"),
+        ({"store": ""}, r"store = '': one of tma, direct"),
+        ({"store": None}, r"store = None: one of tma, direct"),
+        ({"early": -1}, r"early = -1: 0 to 8"),
+        ({"early": 9}, r"early = 9: 0 to 8"),
     ],
     ids=str,
 )
@@ -51,23 +61,28 @@ def test_a_field_that_cannot_work_is_refused_by_name_and_value(fields, message):
     st.integers(1, 4),
     st.sampled_from(["none", "intra", "pingpong", "both"]),
     st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]),
+    st.booleans(),
+    st.sampled_from(["tma", "direct"]),
+    st.integers(0, 8),
 )
 def test_what_the_hardware_allows_is_accepted_and_printed(
-    consumers, rows, keys, stages, overlap, cluster
+    consumers, rows, keys, stages, overlap, cluster, persistent, store, early
 ):
     if consumers == 1 and overlap in ("pingpong", "both"):
         overlap = "intra"
-    made = Schedule(64 * consumers * rows, 16 * keys, stages, consumers, overlap, cluster)
+    tiles = (64 * consumers * rows, 16 * keys, stages, consumers, overlap, cluster)
+    made = Schedule(*tiles, persistent=persistent, store=store, early=early)
     assert made.intra == (overlap in ("intra", "both"))
     assert made.pingpong == (overlap in ("pingpong", "both"))
     assert str(made) == (
         f"tile {made.tile_m} x {made.tile_n}, {stages} stages, {consumers} consumer warpgroups, "
-        f"overlap {overlap}, cluster {cluster[0]}x{cluster[1]}"
+        f"overlap {overlap}, cluster {cluster[0]}x{cluster[1]}, "
+        f"{'persistent CTAs' if persistent else 'a CTA a tile'}, store {store}, early {early}/8"
     )
 
 
 @pytest.mark.parametrize("value", [1.5, 2.0, True, "2", 128.0, None, [2]], ids=repr)
-@pytest.mark.parametrize("field", ["tile_m", "tile_n", "stages", "consumers", "head_group"])
+@pytest.mark.parametrize("field", WHOLE)
 def test_what_is_no_whole_number_is_refused_by_field_and_value(field, value):
     with pytest.raises(ScheduleError) as caught:
         Schedule(**{field: value})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import groupby
+
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -25,16 +28,35 @@ def test_every_tile_of_every_head_is_computed_once(group, m_blocks, heads):
     assert sorted(tiles) == [(m, h) for m in range(m_blocks) for h in range(heads)]
 
 
+def widths(group: int, heads: int) -> list[int]:
+    """How wide each group is: as few groups as `group` allows, all but the last of one width."""
+    count = math.ceil(heads / group)
+    widest = math.ceil(heads / count)
+    return [min(widest, heads - first) for first in range(0, heads, widest)]
+
+
 @given(groups, st.integers(1, 20), st.integers(1, 70))
 def test_within_a_group_rows_descend_and_heads_alternate(group, m_blocks, heads):
     tiles = walk(group, m_blocks, heads)
-    start = 0
-    for first in range(0, heads, group):
-        members = range(first, min(first + group, heads))
+    start = first = 0
+    for width in widths(group, heads):
+        members = range(first, first + width)
         wanted = [(m, h) for m in reversed(range(m_blocks)) for h in members]
         assert tiles[start : start + len(wanted)] == wanted
-        start += len(wanted)
+        start, first = start + len(wanted), first + width
     assert start == len(tiles)
+
+
+@given(groups, st.integers(1, 70))
+def test_heads_are_cut_into_no_more_groups_than_needed_and_none_is_a_rest(group, heads):
+    """The last group is narrower by less than there are groups, so it is no rest of a few heads."""
+    rows = groupby(m for m, _ in walk(group, 2, heads))  # 1 1 .. 0 0 .. in each group
+    found = [len(list(heads_of)) for m, heads_of in rows if m == 1]
+    *others, last = found
+    assert sum(found) == heads and max(found) <= group
+    assert set(others) <= {max(found)} and 0 < last <= max(found)
+    assert len(found) <= math.ceil(heads / group)
+    assert max(found) - last < math.ceil(heads / group)
 
 
 class Int32:

@@ -128,7 +128,10 @@ def check_exact(variant: Variant, tile: QueryTile) -> None:
 
 
 def check_runs(variant: Variant, tile: QueryTile, tile_n: int) -> None:
-    """The runs hold each tile that classify does not call empty, once and in the right list."""
+    """The runs hold each tile that classify does not call empty, once and in the right list.
+
+    They are visited from right to left, the partial ones first.
+    """
     ints = PythonIntegers(variant.captures)
     runs = visit_runs(key_sets(variant.mask, tile, ints), tile_n, tile.seqlen_k, ints)
     partial = [start + i for start, count in runs.partial for i in range(count)]
@@ -139,7 +142,10 @@ def check_runs(variant: Variant, tile: QueryTile, tile_n: int) -> None:
         kind = classify(variant.mask, tile, (n * tile_n, last), variant.captures)
         assert kind == ("full" if n in full else "partial" if n in partial else "empty")
     assert all(0 <= n * tile_n < tile.seqlen_k for n in [*partial, *full])
-    assert [runs.n_block(j) for j in range(runs.n_total)] == partial + full
+    visited = [runs.n_block(j) for j in range(runs.n_total)]
+    assert visited == sorted(partial, reverse=True) + sorted(full, reverse=True)
+    found = [n for n in range(-2, -(-tile.seqlen_k // tile_n) + 2) if runs.has(n)]
+    assert found == sorted(visited)
     assert (runs.n_partial, runs.n_full) == (len(partial), len(full))
 
 
@@ -367,7 +373,7 @@ def test_a_tile_covered_by_two_neighbouring_ranges_is_full():
     ints = PythonIntegers(variant.captures)
     keys = key_sets(variant.mask, QueryTile(0, 15, 0, 0, 64, 64), ints)
     runs = visit_runs(keys, 16, 64, ints)
-    assert runs.n_partial == 0 and [runs.n_block(j) for j in range(4)] == [0, 1, 2, 3]
+    assert runs.n_partial == 0 and [runs.n_block(j) for j in range(4)] == [3, 2, 1, 0]
 
 
 def test_the_last_tile_is_partial_only_if_it_reaches_past_the_sequence():
@@ -410,5 +416,5 @@ def test_a_causal_tile_visits_its_diagonal_as_partial_and_the_rest_as_full():
     ints = PythonIntegers()
     tile = QueryTile(256, 383, 0, 0, 1024, 1024)
     runs = visit_runs(key_sets(Variant(mask=masks.causal).mask, tile, ints), 128, 1024, ints)
-    assert [runs.n_block(j) for j in range(runs.n_total)] == [2, 0, 1]
+    assert [runs.n_block(j) for j in range(runs.n_total)] == [2, 1, 0]
     assert (runs.n_partial, runs.n_full) == (1, 2)

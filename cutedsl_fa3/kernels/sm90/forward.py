@@ -22,11 +22,11 @@ is room for both and a CTA has more than one tile of queries.
 
 A work tile is tile_m queries of one head; each consumer warpgroup has 64 of them. A CTA has one, or
 draws one after the other (pipelines/tickets.py): then the copies of the next run under the products
-and the epilogue of this one. Which key tiles are
-visited, and which of those need no element mask, is found in the mask (variant/bounds.py): every
-role computes the same runs of tiles from the same few integers, so all take the same turns. Where
-the visible tiles are no runs, because they hang on the values of captured tensors or on more than
-bounds of k, the producer alone decides tile by tile (variant/tiles.py) and tells the consumers.
+and the epilogue of this one. Which key tiles are visited, and which of those need no element mask,
+is found in the mask (variant/bounds.py): every role computes the same runs of tiles from the same
+few integers, so all take the same turns. Where the visible tiles are no runs, because they hang on
+the values of captured tensors or on more than bounds of k, the producer alone decides tile by tile
+(variant/tiles.py) and tells the consumers.
 
 Where a change goes: another score, mask, softmax or epilogue is a Variant and needs no kernel code;
 what happens to an element between the two products is elements.py and softmax.py, the order of the

@@ -6,10 +6,10 @@ One consumer's view of step j (MMAs are issued, then run while the warpgroup goe
     intra     QK(j+1), PV(j) running under softmax(j+1)
     pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
 
-Tiles that need the element mask come first, in a loop of their own, but for those that the rows of
-one warpgroup do not see, which it passes over. Where the visible tiles follow
-from a few integers every role computes them (`along_runs`); where the producer decides tile by tile
-the consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the last.
+Tiles that need the element mask come first, in a loop of their own. Where the visible tiles follow
+from a few integers every role computes them (`along_runs`), and a warpgroup passes over the first
+ones as long as its own rows see none of their keys; where the producer decides tile by tile the
+consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the last.
 """
 
 from __future__ import annotations
