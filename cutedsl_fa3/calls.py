@@ -18,6 +18,7 @@ import torch
 import tvm_ffi  # noqa: F401  # kernels are loaded by it: a first call should not wait for it
 
 from . import cache, hang
+from .counters import counter
 from .inputs import (
     NAMES,
     addressable,
@@ -63,8 +64,8 @@ empty_like = torch.empty_like
 class OnDevice:
     """A forward on a GPU, for tensors of one shape, layout and place."""
 
-    __slots__ = ("checks_layouts", "device", "index", "launch", "lse", "out", "scale", "strides",
-                 "table", "viewed")  # fmt: skip
+    __slots__ = ("checks_layouts", "ctas", "device", "index", "launch", "lse", "out", "scale",
+                 "strides", "table", "viewed")  # fmt: skip
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, made: Launcher
@@ -75,6 +76,7 @@ class OnDevice:
         self.launch = made.launch
         self.scale = checked_scale(None, head_dim)
         self.device, self.index = q.device, q.device.index
+        self.ctas = _multiprocessors(q.device) if made.schedule.persistent else None
         self.out = _model((batch, seqlen_q, heads, v.shape[3]), q.dtype, q.device)
         rows = (batch, heads, seqlen_q) if variant.has_lse else None
         self.lse = _model(rows, torch.float32, q.device)
@@ -110,11 +112,14 @@ class OnDevice:
                 t if s is None else t.as_strided(t.shape, s)
                 for t, s in zip((q, k, v), self.strides, strict=True)
             )
+        ctas = self.ctas
         if current_device() == self.index:
-            self.launch(q, k, v, out, lse, captures or None, table, visits, scale)
+            drawn = None if ctas is None else counter(self.index)
+            self.launch(q, k, v, out, lse, captures or None, table, visits, drawn, ctas, scale)
         else:
             with torch.cuda.device(self.device):
-                self.launch(q, k, v, out, lse, captures or None, table, visits, scale)
+                drawn = None if ctas is None else counter(self.index)
+                self.launch(q, k, v, out, lse, captures or None, table, visits, drawn, ctas, scale)
         return out, lse
 
 
@@ -283,6 +288,11 @@ def _warn_of_spills(spills: int, schedule: Schedule) -> None:
         SlowKernel,
         stacklevel=7,  # the caller of attention
     )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

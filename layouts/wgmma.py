@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
@@ -141,6 +142,42 @@ def to_smem(acc: cute.Tensor, smem: cute.Tensor, mma: cute.TiledMma, thread: cut
     rounded = cute.make_rmem_tensor(acc.layout, smem.element_type)
     rounded.store(acc.load().to(smem.element_type))
     cute.copy(atom, copy.retile(rounded), copy.get_slice(thread).partition_D(smem))
+
+
+def row_vectors(values: cute.Tensor, dtype: type) -> list[cute.Tensor]:
+    """One row of an accumulator in `dtype`, as neighbours that can be stored at once.
+
+    The four lanes of a row hold two columns of every 8; they trade, so that lane i of them gets all
+    of columns 32 * n + 8 * i on in the n-th vector. All lanes of a warp take part.
+
+    Shape: values (cols,) of this thread, a row of `as_rows_cols`, a multiple of 8 of them; each
+    vector (8,).
+    """
+    lane = cute.arch.lane_idx() % 4
+    rounded = cute.make_rmem_tensor(cute.size(values), dtype)
+    rounded.store(values.load().to(dtype))
+    words = cute.recast_tensor(rounded, cute.Int32)
+    vectors = []
+    for first in range(0, cute.size(words), 4):
+        mine = [words[first + n] for n in range(4)]
+        for distance in ROW_LANES:
+            upper = (lane & distance) != 0
+            for a in (n for n in range(4) if not n & distance):
+                _trade(mine, a, a + distance, distance, upper)
+        vector = cute.make_rmem_tensor(8, dtype)
+        four = cute.recast_tensor(vector, cute.Int32)
+        for n in range(4):
+            four[n] = mine[n]
+        vectors.append(vector)
+    return vectors
+
+
+def _trade(words: list, a: int, b: int, distance: int, upper: cutlass.Boolean) -> None:
+    """Transpose words a and b with those of the lane `distance` away."""
+    given = cute.Int32(cutlass.select_(upper, words[a], words[b]))
+    got = cute.arch.shuffle_sync_bfly(given, offset=distance)
+    words[a] = cute.Int32(cutlass.select_(upper, got, words[a]))
+    words[b] = cute.Int32(cutlass.select_(upper, words[b], got))
 
 
 def instructions(rows: int, n: int, k: int, warpgroups: int) -> tuple[str, int]:

@@ -6,6 +6,7 @@ from .kernel import WarpSpecialized
 from .ring import AccumulatorRing, Ring, UmmaRing, WordRing, put, take
 from .roles import CP_ASYNC_BUDGETS, TMA_BUDGETS, Role, check_registers, launch_registers
 from .schedule import Overlap, Schedule, ScheduleError
+from .tickets import draw, drawn_tile
 from .tile_order import MAX_GRID, TileOrder
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "check_registers",
     "exactly",
     "launch_registers",
+    "draw",
+    "drawn_tile",
     "put",
     "take",
 ]

@@ -243,7 +243,7 @@ class WarpSpecialized:
         mbarriers = offset = base + plan.offset("mbarriers")
         for name, ring in self.rings.items():
             if isinstance(ring, WordRing):
-                tensors[name] = ring.words(offset)
+                tensors[name] = ring.tensor(offset)
             offset = offset + ring.bytes
         return SimpleNamespace(**tensors), mbarriers
 
@@ -305,6 +305,7 @@ class WarpSpecialized:
         *,
         row: int | cutlass.Int32 | None = None,
         col: int | cutlass.Int32 | None = None,
+        prefetch: bool = True,
     ) -> Callable:
         """A function copy(block, slot) that loads one tile by TMA into a ring's slot.
 
@@ -312,7 +313,8 @@ class WarpSpecialized:
         ring multicasts the tile, each CTA of the cluster copies its part into all of them.
         """
         atom, gmem = source
-        cpasync.prefetch_descriptor(atom)
+        if prefetch:
+            cpasync.prefetch_descriptor(atom)
         axis = next(r.multicast.get(name) for r in self.rings.values() if name in r.tiles)
         parts, part, mask = self.parts(name), 0, None
         if parts > 1:
@@ -343,12 +345,21 @@ class WarpSpecialized:
         target: tuple[cute.CopyAtom, cute.Tensor],
         smem: cute.Tensor,
         block: tuple[int | cutlass.Int32, int | cutlass.Int32],
+        wait: bool = True,
     ) -> None:
-        """Store one tile by TMA, from one warp; returns when its shared memory may be reused."""
+        """Store one tile by TMA, from one warp; returns when its shared memory may be reused.
+
+        Without `wait` it returns at once, and `stored` waits.
+        """
         atom, gmem = target
         to_gmem, from_smem = tile.blocks(atom, gmem, smem)
         cute.copy(atom, from_smem, to_gmem[(None, *block)])
         cute.arch.cp_async_bulk_commit_group()
+        if wait:
+            self.stored()
+
+    def stored(self) -> None:
+        """Wait, in the warp that stores, until all its stores have read shared memory."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit

@@ -11,8 +11,8 @@ one per consumer warp that has read the slot.
 
 Both counts follow from the tables, so no number here can disagree with a copy or a role.
 
-A `WordRing` hands over single 32-bit words instead of tiles: what one warp has decided, such as the
-next tile to visit, told to all warps of another role.
+A `WordRing` hands over 32-bit words instead of tiles: what one warp has decided, such as the next
+tile to visit, told to all warps of another role.
 
 On SM100 the tensor cores themselves take part: their commit empties a slot that they have read
 (`UmmaRing`) and fills a slot of tensor memory that they have written (`AccumulatorRing`).
@@ -161,16 +161,26 @@ class Ring:
 
 @dataclass(frozen=True)
 class WordRing(Ring):
-    """32-bit words that one warp of `producer` tells all warps of `consumer`, one a slot.
+    """32-bit words that one warp of `producer` tells all warps of `consumer`, `words` a slot.
 
     `put` and `take` hand them over; the words lie in shared memory behind the mbarriers, and the
     kernel's `smem` has them under the ring's name.
+
+    Raises: ScheduleError, besides those of a ring: no words.
     """
 
     tiles: tuple[str, ...] = ()
     stages: int = 4
+    words: int = 1
 
     pipeline: ClassVar[type[PipelineAsync]] = PipelineAsync
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_whole(self.words) or self.words < 1:
+            raise ScheduleError(
+                f"ring words = {self.words!r}: a whole number of words a slot from 1 is needed"
+            )
 
     def _check_tiles(self) -> None:
         if self.tiles:
@@ -179,8 +189,8 @@ class WordRing(Ring):
     @property
     def bytes(self) -> int:
         """Shared memory of the mbarriers and, in whole mbarriers' sizes, of the words."""
-        words = -(-self.stages * WORD_BYTES // BARRIER_BYTES) * BARRIER_BYTES
-        return self.barrier_bytes + words
+        words = self.stages * self.words * WORD_BYTES
+        return self.barrier_bytes + -(-words // BARRIER_BYTES) * BARRIER_BYTES
 
     def describe(
         self,
@@ -189,15 +199,17 @@ class WordRing(Ring):
         cluster: tuple[int, int] = (1, 1),
     ) -> str:
         """Who hands how much to whom, in a line."""
+        words = "a word" if self.words == 1 else f"{self.words} words"
         return (
-            f"{self.producer} -> {self.consumer}: {self.stages} slots of a word, full at {WARP} "
+            f"{self.producer} -> {self.consumer}: {self.stages} slots of {words}, full at {WARP} "
             f"arrivals, empty at {self.arrivals(roles, cluster)} arrivals"
         )
 
-    def words(self, barriers: cute.Pointer) -> cute.Tensor:
-        """The words (stages,), of the ring whose mbarriers begin at this byte address."""
+    def tensor(self, barriers: cute.Pointer) -> cute.Tensor:
+        """The words (stages, words), of the ring whose mbarriers begin at this byte address."""
         address = cute.recast_ptr(barriers + self.barrier_bytes, dtype=cutlass.Int32)
-        return cute.make_tensor(address, cute.make_layout(self.stages))
+        layout = cute.make_layout((self.stages, self.words), stride=(self.words, 1))
+        return cute.make_tensor(address, layout)
 
     def open(
         self,
@@ -217,24 +229,34 @@ class WordRing(Ring):
 
 
 @cute.jit
-def put(end, words, word):
-    """Tell the consumers a word; all lanes of the producing warp call it and get the ring's end."""
+def put(end, words, *said):
+    """Tell the consumers a slot's words; all lanes of the producing warp call it.
+
+    Returns the ring's end.
+    """
     slot = end.acquire_and_advance()
     if cute.arch.lane_idx() == 0:
-        words[slot.index] = word
-    slot.commit()  # lane 0's own arrival orders its write before it
+        for n in cutlass.range_constexpr(len(said)):
+            words[slot.index, n] = said[n]
+    slot.commit()  # lane 0's own arrival orders its writes before it
     return end
 
 
 @cute.jit
 def take(end, words):
-    """The next word, for every lane of a consuming warp. Returns (the ring's end, word)."""
+    """The next slot's words, for every lane of a consuming warp. Returns (the ring's end, *words)."""
     slot = end.wait_and_advance()
-    word = cute.arch.make_warp_uniform(words[slot.index])
-    cute.arch.sync_warp()  # all lanes have read it
+    said = _uniform(words, slot.index)
+    cute.arch.sync_warp()  # all lanes have read them
     if cute.arch.lane_idx() == 0:
         slot.release()
-    return end, word
+    return (end, *said)
+
+
+def _uniform(words: cute.Tensor, slot: cutlass.Int32) -> list[cutlass.Int32]:
+    """The words of a slot, known to be the same in all lanes."""
+    count = cute.size(words, mode=[1])
+    return [cute.arch.make_warp_uniform(words[slot, n]) for n in range(count)]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Overlap = Literal["none", "pingpong", "intra", "both"]
+Store = Literal["tma", "direct"]
 
 # Keeps TileOrder's products in 32 bits: 2^31 rows are 2^25 tiles of 64, times 32 heads.
 MAX_HEAD_GROUP = 32
@@ -27,7 +28,9 @@ class Schedule:
     `overlap`: "intra" issues the next tile's first product before the softmax of this one,
     "pingpong" lets consumer warpgroups take turns on the tensor cores, "both" does both.
     `cluster`: CTAs along (m, n) that share multicast loads. `head_group`: heads whose tiles are
-    interleaved so that their K and V stay in L2 (1: head after head).
+    interleaved so that their K and V stay in L2 (1: head after head). `persistent`: a CTA a
+    multiprocessor, which draws tile after tile, instead of a CTA a tile. `store`: the output goes
+    by "tma" through shared memory, or "direct" from registers, and needs no shared memory then.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -40,6 +43,8 @@ class Schedule:
     overlap: Overlap = "both"
     cluster: tuple[int, int] = (1, 1)
     head_group: int = 8
+    persistent: bool = False
+    store: Store = "tma"
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
@@ -71,6 +76,8 @@ class Schedule:
             "two extents of 1, 2 or 4 in a tuple, with a product of at most 8",
         )
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
+        need(isinstance(self.persistent, bool), "persistent", "True or False")
+        need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
 
     @property
     def intra(self) -> bool:
@@ -85,5 +92,6 @@ class Schedule:
     def __str__(self) -> str:
         return (
             f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.consumers} consumer "
-            f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}"
+            f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}, "
+            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, store {self.store}"
         )

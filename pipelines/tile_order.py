@@ -6,7 +6,7 @@ heads of a group alternate, so that what runs at one time reads few heads' K and
 in L2.
 
     index:   0          1          2       ...
-    (m, h):  (last, 0)  (last, 1)  (last, 2) ... (last - 1, 0) ...      heads 0 .. group - 1
+    (m, h):  (last, 0)  (last, 1)  (last, 2) ... (last - 1, 0) ...      heads of a group
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ MAX_GRID = 2**31 - 1  # CTAs along x; source: CUDA programming guide, capability
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Order of (m_block, head) tiles with `head_group` heads side by side, last rows first.
+    """Order of (m_block, head) tiles with at most `head_group` heads side by side, last rows first.
 
-    `head` counts heads of all batches: batch * heads + head. Works on Python and device integers.
+    The heads are cut into as few groups as that allows, all but the last of one width: two heads
+    left over would be a group of few tiles, the longest first again. `head` counts heads of all batches: batch * heads + head. Works on Python and device integers.
     """
 
     head_group: int
@@ -34,9 +35,11 @@ class TileOrder:
 
     def at(self, index: Int, m_blocks: Int, heads: Int, smaller: object = min) -> tuple[Int, Int]:
         """The (m_block, head) of the CTA `index`; `smaller` is the minimum of two such integers."""
-        group = index // (m_blocks * self.head_group)
-        inside = index - group * m_blocks * self.head_group
-        first = group * self.head_group
-        width = smaller(heads - first, self.head_group)  # the last group may be narrower
+        groups = (heads + self.head_group - 1) // self.head_group
+        widest = (heads + groups - 1) // groups
+        group = index // (m_blocks * widest)
+        inside = index - group * m_blocks * widest
+        first = group * widest
+        width = smaller(heads - first, widest)  # the last group may be narrower
         row = inside // width
         return m_blocks - 1 - row, first + inside - row * width

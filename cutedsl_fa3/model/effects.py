@@ -301,6 +301,21 @@ def _global(node: Node, state: WarpState, view: Any) -> None:
             buffer[where] = what
 
 
+def _atomic(function: Function, node: Node, state: WarpState) -> Steps:
+    """An addition to an integer in global memory whose value was given; returns the old one."""
+    pointer, (out,) = state.values[node.args[0]], node.outs
+    state.values[out] = UNKNOWN
+    buffer = pointer.buffer if isinstance(pointer, Pointer) else None
+    added = uniform(state.values[node.args[1]], state.mask)
+    if "atomic_op add" in node.attrs and buffer is not None and isinstance(added, int):
+        place = uniform(pointer.address, state.mask) // pointer.bits
+        old, lanes = int(buffer[place]), int(state.mask.sum())
+        buffer[place] = old + added * lanes
+        state.values[out] = old if lanes == 1 else UNKNOWN
+    return
+    yield
+
+
 def _alloca(function: Function, node: Node, state: WarpState) -> Steps:
     what = node.out_kinds[0]
     out = node.outs[0]
@@ -338,6 +353,7 @@ EFFECTS: dict[str, Callable[..., Steps]] = {
     "nvvm.cp.async.bulk.commit.group": _simple(ev.STORE_COMMIT),
     "nvvm.cp.async.bulk.wait_group": _simple(ev.STORE_WAIT, "group"),
     "nvvm.fence.proxy": _proxy,
+    "nvvm.atomicrmw": _atomic,
     "nvvm.wgmma.fence.aligned": _simple(ev.FENCE),
     "nvvm.wgmma.commit.group.sync.aligned": _simple(ev.COMMIT),
     "nvvm.wgmma.wait.group.sync.aligned": _simple(ev.RETIRE, "group"),

@@ -25,6 +25,7 @@ EVENTS = frozenset(
         "nvvm.cp.async.bulk.commit.group",
         "nvvm.cp.async.bulk.wait_group",
         "nvvm.fence.proxy",
+        "nvvm.atomicrmw",
         "nvvm.wgmma.fence.aligned",
         "nvvm.wgmma.commit.group.sync.aligned",
         "nvvm.wgmma.wait.group.sync.aligned",

@@ -30,8 +30,8 @@ class Work(NamedTuple):
 def of_plan(plan: Plan, longest: int | None = None) -> Iterator[Work]:
     """Forward calls that visit 0 to stages + 2 key tiles.
 
-    One head, the queries of one tile, as many keys as fill so many tiles; at last three CTAs, one
-    after the other. Where captured tensors decide tile by tile, as many queries as keys, in one
+    One head, the queries of one tile, as many keys as fill so many tiles; at last three work tiles:
+    of three CTAs, one after the other, or of one persistent CTA. Where captured tensors decide tile by tile, as many queries as keys, in one
     document or two.
     """
     s = plan.schedule
@@ -66,6 +66,8 @@ def _forward(plan: Plan, what: str, queries: int, keys: int, documents: int | No
         tuple(_capture(t, max(queries, keys, 1), documents) for t in variant.captures),
         None if table is None else torch.zeros(table, dtype=torch.int32),
         torch.zeros(visits, dtype=torch.int32) if plan.trace else None,
+        torch.zeros(1, dtype=torch.int32) if plan.schedule.persistent else None,
+        1 if plan.schedule.persistent else None,
         1.0,
     )
     return Work(what, args, 1)

@@ -6,18 +6,23 @@
                 then O / row_sum -> epilogue -> shared memory -> TMA store
 
     ring    carries        filled by     emptied by, one arrival a warp
-    q       Q, one slot    TMA bytes     never: a CTA has one tile of queries
+    q       Q, one slot    TMA bytes     when its last S is complete; where o lies in its place,
+                                         when O is stored
     k       K, stages      TMA bytes     when its S is complete
     v       V, stages      TMA bytes     when its product with P is complete
     visits  which tile     the producer  when read; only where tiles are decided one by one
+    work    what is next   the producer  when read; only for persistent CTAs
 
     barrier    threads    says
-    strip      128        a warpgroup is done with its rows of Q; then, its rows of O are written
+    strip      128        a warpgroup's rows of o may be written; then, they are written
     turn       256        with pingpong: the warpgroup before has issued, the next may
 
-Shared memory holds q, k and v, and o, which takes the place of q where its rows fit into q's.
+Shared memory holds q, k, v and o; o takes the place of q where its rows fit into q's, unless there
+is room for both and a CTA has more than one tile of queries.
 
-A CTA serves tile_m queries of one head; each consumer warpgroup has 64 of them. Which key tiles are
+A work tile is tile_m queries of one head; each consumer warpgroup has 64 of them. A CTA has one, or
+draws one after the other (pipelines/tickets.py): then the copies of the next run under the products
+and the epilogue of this one. Which key tiles are
 visited, and which of those need no element mask, is found in the mask (variant/bounds.py): every
 role computes the same runs of tiles from the same few integers, so all take the same turns. Where
 the visible tiles are no runs, because they hang on the values of captured tensors or on more than
@@ -31,11 +36,13 @@ products mainloop.py; another operand is a tile, a ring that carries it, and two
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+from cutlass.cute.nvgpu import cpasync
 
 from cutedsl_fa3.layouts import Tile, wgmma
 from cutedsl_fa3.pipelines import (
@@ -50,7 +57,10 @@ from cutedsl_fa3.pipelines import (
     Turns,
     WarpSpecialized,
     WordRing,
+    draw,
+    drawn_tile,
     put,
+    take,
 )
 from cutedsl_fa3.pipelines.roles import WARP, first_warps
 from cutedsl_fa3.variant.bounds import Runs
@@ -68,12 +78,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """One CTA's share: a tile of queries of one head, and the key tiles to visit."""
+    """A tile of queries of one head, and the key tiles to visit."""
 
     m_block: Int32
     head: Int32
     batch: Int32
-    kv_head: Int32
     elements: Elements
     runs: Runs
 
@@ -93,11 +102,10 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             "q": Tile(s.tile_m, d, dtype),
             "k": Tile(s.tile_n, d, dtype),
             "v": Tile(s.tile_n, dv, dtype),
-            "o": Tile(s.tile_m, dv, dtype),
         }
+        if s.store == "tma":
+            self.tiles["o"] = Tile(s.tile_m, dv, dtype)
         self.strip = Tile(wgmma.ROWS, dv, dtype)  # the rows of O that one warpgroup stores
-        if self.tiles["q"].holds_rows_of(self.tiles["o"]):
-            self.aliases = {"o": "q"}
         self.rings = {
             "q": Ring(("q",), 1),
             "k": Ring(("k",), s.stages),
@@ -105,6 +113,8 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         }
         if plan.by_tile:
             self.rings["visits"] = WordRing()
+        if s.persistent:
+            self.rings["work"] = WordRing(stages=2, words=3)
         self.summarise = None
         if plan.table_shape(1, 1, 1, 1) is not None:
             self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
@@ -113,11 +123,17 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
         }
-        table = {"strip": Barrier(wgmma.WARPGROUP, copies=s.consumers)}
+        table = {}
+        if s.store == "tma":
+            table["strip"] = Barrier(wgmma.WARPGROUP, copies=s.consumers)
         if s.pingpong:
             table["turn"] = Barrier(2 * wgmma.WARPGROUP, copies=s.consumers)
         self.barriers = Barriers(table)
         self.order = TileOrder(s.head_group)
+        roomy = s.persistent and self.smem.total <= self.smem.capacity
+        o = self.tiles.get("o")
+        if o is not None and self.tiles["q"].holds_rows_of(o) and not roomy:
+            self.aliases = {"o": "q"}
         self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
         # A mask hides values of a visited tile, and so does a score of -inf.
         self.repairs = plan.variant.mask is not None or plan.variant.score is not None
@@ -159,6 +175,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         pv_name, pv = wgmma.instructions(s.tile_m, dv, s.tile_n, s.consumers)
         products = {qk_name: places * qk}
         products[pv_name] = products.get(pv_name, 0) + places * pv
+        stores = {"o": self.strip} if s.store == "tma" else {}
         loads = {"q": 1, "k": 1, "v": 2 if self.plan.by_tile else 1}  # places in the code
         rows = wgmma.ROWS_HELD  # that one thread holds, and cols of each
         cols = wgmma.ROWS * s.tile_n // (wgmma.WARPGROUP * rows)
@@ -171,7 +188,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             ),
         )
         return (
-            *self.common_expectations(loads, {"o": self.strip}, rank=4),
+            *self.common_expectations(loads, stores, rank=4),
             *(
                 Expect(name, "exactly", count, f"QK and PV, in {places} places")
                 for name, count in products.items()
@@ -185,8 +202,11 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         return fake_args(self.plan, captures)
 
     @cute.jit
-    def host(self, q, k, v, o, lse, captures, table, visits, scale, stream):
-        """Make the tensor maps and launch a CTA for each tile of queries of each head."""
+    def host(self, q, k, v, o, lse, captures, table, visits, counter, ctas, scale, stream):
+        """Make the tensor maps and launch a CTA for each tile of queries of each head.
+
+        Persistent CTAs are at most `ctas`, and share `counter`, which is 0 before and after.
+        """
         s = self.schedule
         q, k, v, o = (heads_last(t) for t in (q, k, v, o))
         (seqlen_q, _, heads, batches), seqlen_k = q.shape, k.shape[0]
@@ -196,61 +216,115 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             tuple(self.tiles["q"].load_atom(q)),
             tuple(self.tiles["k"].load_atom(k)),
             tuple(self.tiles["v"].load_atom(v)),
-            tuple(self.strip.store_atom(o)),
+            tuple(self.strip.store_atom(o)) if s.store == "tma" else (None, o),
             (q, k, v) if self.repairs else None,
             None if lse is None else rows_first(lse),
             captures,
             table,
             visits,
+            counter,
             scale,
         )
-        m_blocks = cute.ceil_div(seqlen_q, s.tile_m)
-        tiles = self.order.tiles(m_blocks, heads * batches)
-        self.launch(io, (tiles, 1, 1), stream)
+        grid = self.work_tiles(io)
+        if cutlass.const_expr(s.persistent):
+            grid = cutlass.min(grid, ctas)
+        self.launch(io, (grid, 1, 1), stream)
 
-    def work(self, io: Io) -> Work:
-        """This CTA's tile, computed alike by every role."""
-        index, _, _ = cute.arch.block_idx()
+    def work_tiles(self, io: Io) -> Int32:
+        """How many work tiles there are."""
         seqlen_q, _, heads, batches = io.q[1].shape
-        seqlen_k, _, kv_heads, _ = io.k[1].shape
+        return self.order.tiles(cute.ceil_div(seqlen_q, self.schedule.tile_m), heads * batches)
+
+    def place(self, io: Io, index: Int32) -> tuple[Int32, Int32, Int32]:
+        """(m_block, head, batch) of a work tile."""
+        seqlen_q, _, heads, batches = io.q[1].shape
         m_blocks = cute.ceil_div(seqlen_q, self.schedule.tile_m)
         m_block, head_of_all = self.order.at(index, m_blocks, heads * batches, cutlass.min)
         batch = head_of_all // heads
-        head = head_of_all - batch * heads
-        kv_head = head // (heads // kv_heads)
-        place, lengths = (batch, head), (seqlen_q, seqlen_k)
+        return m_block, head_of_all - batch * heads, batch
+
+    def work(self, io: Io, m_block: Int32, head: Int32, batch: Int32) -> Work:
+        """A work tile, computed alike by every role."""
+        lengths = (io.q[1].shape[0], io.k[1].shape[0])
         variant, pairs = self.plan.variant, self.plan.pairs
-        elements = Elements(variant, io.captures, io.scale, place, lengths, pairs)
+        elements = Elements(variant, io.captures, io.scale, (batch, head), lengths, pairs)
         runs = elements.runs(m_block, self.schedule.tile_m, self.schedule.tile_n)
-        return Work(m_block, head, batch, kv_head, elements, runs)
+        return Work(m_block, head, batch, elements, runs)
+
+    def kv_head(self, io: Io, head: Int32) -> Int32:
+        """The head of K and V that a head of queries reads."""
+        return head // (io.q[1].shape[2] // io.k[1].shape[2])
 
     @cute.jit
     def producer(self, io, smem, ports, thread):
-        """Q once, then K and V of the visible tiles; one warp issues all copies."""
-        w = self.work(io)
-        loads = (
-            self.load("q", head_of(io.q, w.head, w.batch), smem.q, col=0),
-            self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0),
-            self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0),
-        )
-        warp = cute.arch.make_warp_uniform(thread // WARP)
-        if warp == 0:
-            if cutlass.const_expr(self.plan.by_tile):
-                self.produce_by_tile(io, smem, ports, w, loads)
+        """Load what the consumers need; one warp issues all copies."""
+        for atom, _ in (io.q, io.k, io.v):
+            cpasync.prefetch_descriptor(atom)
+        if cute.arch.make_warp_uniform(thread // WARP) == 0:
+            if cutlass.const_expr(self.schedule.persistent):
+                self.produce_drawn(io, smem, ports)
             else:
-                self.produce_runs(ports, w, loads)
+                index, _, _ = cute.arch.block_idx()
+                self.produce(io, smem, ports, *self.place(io, index))
 
     @cute.jit
-    def produce_runs(self, ports, w, loads):
-        """Load the tiles of `w.runs`."""
+    def produce_drawn(self, io, smem, ports):
+        """One work tile after the other; the next is drawn before the last loads of this one.
+
+        Sooner would give it to this CTA while another is done first.
+        """
+        ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
+        work, visits = ports.work, ports.visits if self.plan.by_tile else None
+        tiles = self.work_tiles(io)
+        index, _, _ = cute.arch.block_idx()
+        while index < tiles:
+            m_block, head, batch = self.place(io, index)
+            work = put(work, smem.work, m_block, head, batch)
+            ends = SimpleNamespace(q=ring_q, k=ring_k, v=ring_v, visits=visits)
+            ring_q, ring_k, ring_v, visits, drawn = self.produce(
+                io, smem, ends, m_block, head, batch
+            )
+            index = drawn_tile(drawn, io.counter, tiles)
+        put(work, smem.work, Int32(END), Int32(0), Int32(0))
+
+    @cute.jit
+    def produce(self, io, smem, ports, m_block, head, batch):
+        """Q, K and V of the visible tiles of one work tile.
+
+        Returns the rings' ends and, for persistent CTAs, the number drawn for the next work tile.
+        """
+        w = self.work(io, m_block, head, batch)
+        kv_head = self.kv_head(io, head)
+        loads = (
+            self.load("q", head_of(io.q, head, batch), smem.q, col=0, prefetch=False),
+            self.load("k", head_of(io.k, kv_head, batch), smem.k, col=0, prefetch=False),
+            self.load("v", head_of(io.v, kv_head, batch), smem.v, col=0, prefetch=False),
+        )
+        if cutlass.const_expr(self.plan.by_tile):
+            return self.produce_by_tile(io, smem, ports, w, loads)
+        ring_q, ring_k, ring_v, drawn = self.produce_runs(io, ports, w, loads)
+        return ring_q, ring_k, ring_v, None, drawn
+
+    @cute.jit
+    def produce_runs(self, io, ports, w, loads):
+        """Load the tiles of `w.runs`.
+
+        The slots of K are empty before that of Q, so the first K comes before Q; where Q has to
+        wait for O besides, what else there is a slot for does.
+        """
         load_q, load_k, load_v = loads
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         total = w.runs.n_total
+        late = self.schedule.persistent and "o" in self.aliases and self.schedule.stages > 1
+        again, drawn = self.schedule.persistent, Int32(0)
+        if cutlass.const_expr(again):
+            if total == 0:
+                drawn = draw(io.counter)
         if total > 0:
-            slot_q = ring_q.acquire_and_advance()
-            load_q(w.m_block, slot_q)
-            slot_q.commit()
             for j in cutlass.range(total + 1, unroll=1):  # K runs one tile ahead of V
+                if cutlass.const_expr(again):
+                    if j == total - 1:
+                        drawn = draw(io.counter)
                 if j < total:
                     slot_k = ring_k.acquire_and_advance()
                     load_k(w.runs.n_block(j), slot_k)
@@ -259,6 +333,11 @@ class ForwardSm90(MainLoop, WarpSpecialized):
                     slot_v = ring_v.acquire_and_advance()
                     load_v(w.runs.n_block(j - 1), slot_v)
                     slot_v.commit()
+                if j == int(late):
+                    slot_q = ring_q.acquire_and_advance()
+                    load_q(w.m_block, slot_q)
+                    slot_q.commit()
+        return ring_q, ring_k, ring_v, drawn
 
     @cute.jit
     def produce_by_tile(self, io, smem, ports, w, loads):
@@ -281,59 +360,92 @@ class ForwardSm90(MainLoop, WarpSpecialized):
                 while found != 0:
                     n_block = base + cute.arch.popc((found & -found) - 1)
                     found = found & (found - 1)
-                    if before == END:
-                        slot_q = ring_q.acquire_and_advance()
-                        load_q(w.m_block, slot_q)
-                        slot_q.commit()
                     visits = put(visits, smem.visits, 2 * n_block + 1 - kind)
                     slot_k = ring_k.acquire_and_advance()
                     load_k(n_block, slot_k)
                     slot_k.commit()
-                    if before != END:  # K runs one tile ahead of V
+                    if before == END:
+                        slot_q = ring_q.acquire_and_advance()
+                        load_q(w.m_block, slot_q)
+                        slot_q.commit()
+                    else:  # K runs one tile ahead of V
                         slot_v = ring_v.acquire_and_advance()
                         load_v(before, slot_v)
                         slot_v.commit()
                     before = n_block
-        put(visits, smem.visits, Int32(END))
+        drawn = draw(io.counter) if self.schedule.persistent else Int32(0)
+        visits = put(visits, smem.visits, Int32(END))
         if before != END:
             slot_v = ring_v.acquire_and_advance()
             load_v(before, slot_v)
             slot_v.commit()
+        return ring_q, ring_k, ring_v, visits, drawn
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
-        """Attend to the visible tiles, those that need the element mask first, and store O."""
+        """Attend to one work tile, or to those that the producer names."""
         s = self.schedule
-        w = self.work(io)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         f = Fragments(s, self.dtype, self.head_dim_v, smem, thread)
-        softmax = w.elements.softmax(len(f.places.row_offsets))
         turns = Turns(self.barriers, "turn", group) if s.pingpong else None
-        if cutlass.const_expr(self.plan.by_tile):
-            self.along_words(io, w, f, softmax, turns, ports, smem.visits)
+        if cutlass.const_expr(s.persistent):
+            ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
+            visits = ports.visits if self.plan.by_tile else None
+            work, m_block, head, batch = take(ports.work, smem.work)
+            while m_block != END:
+                w = self.work(io, m_block, head, batch)
+                ends = SimpleNamespace(q=ring_q, k=ring_k, v=ring_v, visits=visits)
+                ring_q, ring_k, ring_v, visits = self.attend(io, smem, w, f, turns, ends, thread)
+                work, m_block, head, batch = take(work, smem.work)
+            if cutlass.const_expr(s.store == "tma"):
+                if thread % wgmma.WARPGROUP < WARP:
+                    self.stored()
         else:
-            self.along_runs(io, w, f, softmax, turns, ports)
-        self.epilogue(io, smem, w, f, softmax, thread, group)
+            index, _, _ = cute.arch.block_idx()
+            w = self.work(io, *self.place(io, index))
+            self.attend(io, smem, w, f, turns, ports, thread)
 
     @cute.jit
-    def epilogue(self, io, smem, w, f, softmax, thread, group):
+    def attend(self, io, smem, w, f, turns, ports, thread):
+        """The visible tiles, those that need the element mask first; then store O.
+
+        Returns the rings' ends.
+        """
+        softmax = w.elements.softmax(len(f.places.row_offsets))
+        f.acc_o.fill(0.0)
+        q, visits = ports.q.clone(), None
+        if cutlass.const_expr(self.plan.by_tile):
+            ring_q, ring_k, ring_v, visits, some = self.along_words(
+                io, w, f, softmax, turns, ports, smem.visits
+            )
+        else:
+            ring_q, ring_k, ring_v, some = self.along_runs(io, w, f, softmax, turns, ports)
+        again, aliased = self.schedule.persistent, "o" in self.aliases
+        if some:
+            if cutlass.const_expr(again and not aliased):
+                q.release()
+            if cutlass.const_expr(self.schedule.intra):
+                ring_v = self.last_values(f, ring_v)
+        self.epilogue(io, smem, w, f, softmax, thread)
+        if cutlass.const_expr(again and aliased):
+            if some:
+                q.release()
+        return ring_q, ring_k, ring_v, visits
+
+    @cute.jit
+    def epilogue(self, io, smem, w, f, softmax, thread):
         """O and LSE to global memory; each warpgroup stores its own 64 rows."""
         first_q = w.m_block * self.schedule.tile_m
         lse = softmax.finish(f.output)
         spoilt = lost(f.output, lse) if self.repairs else []
         w.elements.finish(f.output, lse, first_q, f.places)
-        if cutlass.const_expr("o" in self.aliases):
-            self.barriers["strip", group].arrive_and_wait()
-        rows = cute.local_tile(smem.o, (self.strip.rows, self.strip.cols), (group, 0))
-        wgmma.to_smem(f.acc_o, rows, f.pv_strip, thread % wgmma.WARPGROUP)
-        if cutlass.const_expr(self.repairs):
-            self.repair(io, w, f, rows, spoilt, lse, thread)
-        cute.arch.fence_view_async_shared()
-        self.barriers["strip", group].arrive_and_wait()
-        if thread % wgmma.WARPGROUP < WARP:
-            target = head_of(io.o, w.head, w.batch)
-            block = w.m_block * self.schedule.consumers + group
-            self.store(self.strip, target, rows, (block, 0))
+        if cutlass.const_expr(self.schedule.store == "tma"):
+            self.store_through_smem(io, smem, w, f, spoilt, lse, thread)
+        else:
+            self.store_directly(io, w, f)
+            if cutlass.const_expr(self.repairs):
+                o = io.o[1][None, None, w.head, w.batch]
+                self.repair(io, w, f, o, 0, spoilt, lse, thread)
         if cutlass.const_expr(lse is not None):
             lse_row = io.lse[None, w.head, w.batch]
             for r in cutlass.range_constexpr(len(lse)):
@@ -342,8 +454,50 @@ class ForwardSm90(MainLoop, WarpSpecialized):
                     lse_row[row] = lse[r]
 
     @cute.jit
-    def repair(self, io, w, f, rows, spoilt, lse, thread):
-        """Compute rows again that a hidden value has spoilt; a warp wrote its own rows."""
+    def store_through_smem(self, io, smem, w, f, spoilt, lse, thread):
+        """Each warpgroup's rows of O to shared memory, from there by TMA."""
+        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        aliased, persistent = "o" in self.aliases, self.schedule.persistent
+        waits = aliased or not persistent  # else the store is waited for before the next one
+        if cutlass.const_expr(not waits):
+            if thread % wgmma.WARPGROUP < WARP:
+                self.stored()
+        if cutlass.const_expr(aliased or persistent):
+            self.barriers["strip", group].arrive_and_wait()
+        rows = cute.local_tile(smem.o, (self.strip.rows, self.strip.cols), (group, 0))
+        wgmma.to_smem(f.acc_o, rows, f.pv_strip, thread % wgmma.WARPGROUP)
+        if cutlass.const_expr(self.repairs):
+            first = w.m_block * self.schedule.tile_m + group * wgmma.ROWS
+            self.repair(io, w, f, rows, first, spoilt, lse, thread)
+        cute.arch.fence_view_async_shared()
+        self.barriers["strip", group].arrive_and_wait()
+        if thread % wgmma.WARPGROUP < WARP:
+            target = head_of(io.o, w.head, w.batch)
+            block = w.m_block * self.schedule.consumers + group
+            self.store(self.strip, target, rows, (block, 0), wait=waits)
+
+    @cute.jit
+    def store_directly(self, io, w, f):
+        """O from registers, 16 bytes a lane; rows and columns outside the tensor are left out."""
+        o = io.o[1][None, None, w.head, w.batch]
+        whole = self.head_dim_v == self.plan.problem.head_dim_v
+        lane = cute.arch.lane_idx() % 4
+        for r in cutlass.range_constexpr(len(f.places.row_offsets)):
+            vectors = wgmma.row_vectors(f.output[r, None], self.dtype)
+            row = w.m_block * self.schedule.tile_m + f.places.row + f.places.row_offsets[r]
+            if row < o.shape[0]:
+                for n in cutlass.range_constexpr(len(vectors)):
+                    chunk = 4 * n + lane
+                    if whole or 8 * chunk < o.shape[1]:
+                        target = cute.local_tile(o, (1, 8), (row, chunk))
+                        cute.autovec_copy(vectors[n], target[0, None])
+
+    @cute.jit
+    def repair(self, io, w, f, rows, first, spoilt, lse, thread):
+        """Compute rows again that a hidden value has spoilt; a warp wrote its own rows.
+
+        `rows` is where they lie, those of query `first` and of its successors.
+        """
         any_row = spoilt[0]
         for r in cutlass.range_constexpr(1, len(spoilt)):
             any_row = any_row | spoilt[r]
@@ -353,13 +507,13 @@ class ForwardSm90(MainLoop, WarpSpecialized):
                 inside = f.places.row + chosen(f.places.row_offsets, r)
                 row = w.m_block * self.schedule.tile_m + inside
                 if chosen(spoilt, r) and row < w.elements.seqlen_q:
-                    out = rows[inside % wgmma.ROWS, None]
+                    out = rows[row - first, None]
                     of_row = None if lse is None else chosen(lse, r)
                     self.again(io, w).row(out, row, of_row, thread)
 
     def again(self, io: Io, w: Work) -> Again:
         """What computes rows of this work tile again, from global memory."""
         q = io.plain[0][None, None, w.head, w.batch]
-        k, v = (t[None, None, w.kv_head, w.batch] for t in io.plain[1:])
+        k, v = (t[None, None, self.kv_head(io, w.head), w.batch] for t in io.plain[1:])
         problem = self.plan.problem
         return Again(w.elements, q, k, v, (problem.head_dim, problem.head_dim_v))

@@ -31,7 +31,10 @@ class MainLoop:
 
     @cute.jit
     def along_runs(self, io, w, f, softmax, turns, ports):
-        """Attend to the tiles of `w.runs`."""
+        """Attend to the tiles of `w.runs`, but for the last product with V if it overlaps.
+
+        Returns the rings' ends, and whether there was any tile.
+        """
         s = self.schedule
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         partial, total = w.runs.n_partial, w.runs.n_total
@@ -52,16 +55,19 @@ class MainLoop:
                     n_block = w.runs.n_block(j)
                     self.record(io, w, j, n_block, False)
                     ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, False)
-            if cutlass.const_expr(s.intra):
-                self.last_values(f, ring_v)
+        return ring_q, ring_k, ring_v, total > 0
 
     @cute.jit
     def along_words(self, io, w, f, softmax, turns, ports, words):
-        """Attend to the tiles that the producer names."""
+        """Attend to the tiles that the producer names; as `along_runs`.
+
+        Returns the rings' ends, and whether there was any tile.
+        """
         s = self.schedule
         ring_q, ring_k, ring_v, ring_visits = ports.q, ports.k, ports.v, ports.visits
         ring_visits, word = take(ring_visits, words)
-        if word != END:
+        some = word != END
+        if some:
             ring_q.wait_and_advance()
             j = cutlass.Int32(0)
             step = self.overlapped if s.intra else self.serial
@@ -80,8 +86,7 @@ class MainLoop:
                 ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, word // 2, False)
                 ring_visits, word = take(ring_visits, words)
                 j += 1
-            if cutlass.const_expr(s.intra):
-                self.last_values(f, ring_v)
+        return ring_q, ring_k, ring_v, ring_visits, some
 
     @cute.jit
     def first_scores(self, w, f, softmax, ring_k, n_block, masked):
@@ -126,6 +131,7 @@ class MainLoop:
         f.multiply_pv(slot)
         warpgroup.wait_group(0)
         slot.release()
+        return ring_v
 
     @cute.jit
     def serial(self, w, f, softmax, turns, ring_k, ring_v, n_block, masked: cutlass.Constexpr):

@@ -24,29 +24,33 @@ AT_ONCE = 8  # scores that are rounded together
 class Io:
     """What the kernel reads and writes.
 
-    Shape: q, k, v, o as (seqlen, head_dim, heads, batch) with their TMA atoms; plain: q, k, v
+    Shape: q, k, v, o as (seqlen, head_dim, heads, batch) with their TMA atoms, o without where it
+    is stored from registers; plain: q, k, v
     without, where rows may have to be computed again; lse (seqlen_q, heads, batch) fp32, None for
     weights without one; captures in the variant's order; table as variant/summaries.py has it;
-    visits (batch, heads, m_blocks, n_blocks + 1) in a build that traces them.
+    visits (batch, heads, m_blocks, n_blocks + 1) in a build that traces them; counter (1,), from
+    which persistent CTAs draw their tiles.
     Units: scale is natural (raw product -> score).
     """
 
     q: tuple[cute.CopyAtom, cute.Tensor]
     k: tuple[cute.CopyAtom, cute.Tensor]
     v: tuple[cute.CopyAtom, cute.Tensor]
-    o: tuple[cute.CopyAtom, cute.Tensor]
+    o: tuple[cute.CopyAtom | None, cute.Tensor]
     plain: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None
     lse: cute.Tensor | None
     captures: tuple[cute.Tensor, ...] | None
     table: cute.Tensor | None
     visits: cute.Tensor | None
+    counter: cute.Tensor | None
     scale: Float32
 
 
 def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
     """Stand-ins for the arguments of `host`, of any lengths, heads, batch and strides.
 
-    (q, k, v, o, lse, captures, table, visits, scale, stream), None for what the plan has not.
+    (q, k, v, o, lse, captures, table, visits, counter, ctas, scale, stream), None for what the
+    plan has not.
     """
     problem = plan.problem
     dtype, d, dv = problem.element, problem.head_dim, problem.head_dim_v
@@ -66,6 +70,10 @@ def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
         shape = (*(cute.sym_int() for _ in range(3)), words_a_block)
         return make_fake_compact_tensor(Int32, shape, stride_order=(3, 2, 1, 0), assumed_align=16)
 
+    def one_word() -> cute.Tensor:
+        return make_fake_compact_tensor(Int32, (1,), assumed_align=4)
+
+    persistent = plan.schedule.persistent
     per_block = plan.table_shape(1, 1, 1, 1)  # its last extent is known: words a block
     return (
         tensor(seqlen_q, heads, d),
@@ -76,6 +84,8 @@ def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
         captures,
         per_block and table(per_block[3]),
         words(Int32, 4) if plan.trace else None,
+        one_word() if persistent else None,
+        Int32(1) if persistent else None,
         Float32(1.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
@@ -117,7 +127,6 @@ class Fragments:
         self.v = self.pv.make_fragment_B(pv.partition_B(transposed(smem.v)))
         self.tile_m, self.tile_n = s.tile_m, s.tile_n
         self.acc_o = wgmma.accumulator(self.pv, s.tile_m, dv)
-        self.acc_o.fill(0.0)
         self.p = cute.make_rmem_tensor(self.qk.partition_shape_C((s.tile_m, s.tile_n)), dtype)
         self.output = wgmma.as_rows_cols(self.acc_o)
         self.places = wgmma.places(self.qk, s.tile_m, s.tile_n, thread)
