@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import cli_bench, cli_contract, cli_doctor, cli_model
+from . import cli_bench, cli_contract, cli_doctor, cli_ladder, cli_model
 
 app = typer.Typer(
     name="cutedsl-fa3",
@@ -169,5 +169,6 @@ def write_gallery(
 
 app.command("contract")(cli_contract.run_contract)
 app.add_typer(cli_bench.app)
+app.command("ladder")(cli_ladder.run_ladder)
 app.command("doctor")(cli_doctor.run_doctor)
 app.command("model")(planned(cli_model.run_model))

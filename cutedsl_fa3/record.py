@@ -2,8 +2,8 @@
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
 name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`
-(`ScheduleRow`) or `call` (`CallRow`). One marked `partial` holds what was measured before a run
-ended early; no table is made from it.
+(`ScheduleRow`), `ladder` (`LadderRow`) or `call` (`CallRow`). One marked `partial` holds what was
+measured before a run ended early; no table is made from it.
 """
 
 from __future__ import annotations
@@ -119,6 +119,37 @@ class ScheduleRow:
 
 
 @dataclass(frozen=True)
+class LadderRow:
+    """One step of the ladder, or a peer, on one problem; None is what is not known of a peer.
+
+    `number`: of the step, 0 for a peer; other depths of the last step have its number. `registers`:
+    of a thread at launch; `budgets`: of each role after setmaxnreg, None where it is not used.
+    Units: `smem` in bytes a CTA, `spills` in bytes a thread, others as for `Row`.
+    """
+
+    rung: str
+    number: int
+    variant: str
+    dtype: str
+    head_dim: int
+    seqlen: int
+    batch: int
+    heads: int
+    tile_m: int | None
+    tile_n: int | None
+    stages: int | None
+    threads: int | None
+    registers: int | None
+    budgets: tuple[int, ...] | None
+    smem: int | None
+    spills: int | None
+    ms: float
+    tflops: float
+    max_error: float
+    samples: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class CallRow:
     """Host time of one step of a call; `captures` counts captured tensors.
 
@@ -163,10 +194,12 @@ class Record:
         return cls(content["meta"], tuple(_row(fields) for fields in content["rows"]))
 
 
-def _row(fields: dict[str, Any]) -> Row | GemmRow | ScheduleRow | CallRow:
+def _row(fields: dict[str, Any]) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow:
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     if "step" in fields:
         return CallRow(**fields)
+    if "rung" in fields:
+        return LadderRow(**fields)
     if "overlap" in fields:
         # The first records have one head size, of Q, K and V.
         return ScheduleRow(**{"head_dim_v": fields["head_dim"], **fields})

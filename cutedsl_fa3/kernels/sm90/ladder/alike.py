@@ -147,7 +147,7 @@ class Alike(WarpSpecialized):
         return None
 
     @cute.jit
-    def host(self, q, k, v, o, lse, captures, table, visits, scale, stream):
+    def host(self, q, k, v, o, lse, captures, table, visits, counter, ctas, scale, stream):
         """Launch a CTA for each tile of queries of each head."""
         q, k, v, o = (heads_last(t) for t in (q, k, v, o))
         io = Io(q, k, v, o, self.atoms(q, k, v, o), rows_first(lse), scale)

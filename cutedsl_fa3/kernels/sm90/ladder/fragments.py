@@ -74,6 +74,12 @@ class BySync:
 class ByWarpgroup(Fragments):
     """Products by WGMMA, which reads shared memory itself; each is waited for at once."""
 
+    def __init__(
+        self, schedule: Schedule, dtype: type, dv: int, smem: SimpleNamespace, thread: Int32
+    ) -> None:
+        super().__init__(schedule, dtype, dv, smem, thread)
+        self.acc_o.fill(0.0)
+
     def multiply_qk(self, slot: object) -> cute.Tensor:
         """S = Q K^T."""
         acc_s = super().multiply_qk(slot)
