@@ -16,7 +16,6 @@ from typing import Any
 
 from . import cache, ladder
 from .bench import Timing, take_turns
-from .calls import Launcher, OnDevice
 from .cases import Case, checked
 from .checks import check, samples
 from .ladder import Rung
@@ -93,10 +92,8 @@ def _compile(case: Case, place: int) -> Compiled:
 
 def ours(rung: Rung, inputs: Inputs) -> Call:
     """A launch of the rung's kernel, its output allocated by each call."""
-    q, k, v, plan = inputs.q, inputs.k, inputs.v, rung.plan
-    launch = cache.get(rung.kernel).launch
-    call = OnDevice(q, k, v, plan.variant, Launcher(launch, plan.problem, plan.schedule))
-    return lambda: call(q, k, v, plan.variant, call.scale)[0]
+    call = ladder.launched(rung, inputs.q, inputs.k, inputs.v)
+    return lambda: call()[0]
 
 
 def run(

@@ -10,10 +10,12 @@ That is less than the register file over the threads: each quarter of a multipro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
+
+import torch
 
 from .pipelines import Schedule
 from .plans import Plan
@@ -166,3 +168,21 @@ def refusal(rung: Rung) -> str:
 def fitting(found: list[Rung]) -> list[Rung]:
     """Those that fit shared memory."""
     return [rung for rung in found if not refusal(rung)]
+
+
+def launched(
+    rung: Rung, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+    """A call of the rung's kernel on these tensors: it allocates (out, lse) and returns them.
+
+    Shape: as for `attention`. Raises: what `attention` raises for its tensors, DeviceError.
+    """
+    from . import cache
+    from .calls import Launcher, OnDevice
+    from .inputs import check_tensors
+
+    plan = rung.plan
+    check_tensors(q, k, v, plan.variant)
+    made = Launcher(cache.get(rung.kernel).launch, plan.problem, plan.schedule)
+    call = OnDevice(q, k, v, plan.variant, made)
+    return lambda: call(q, k, v, plan.variant, call.scale)
