@@ -51,6 +51,7 @@ WITHOUT_CODE = frozenset(
         "inputs.py",
         "interface.py",
         "ladder.py",
+        "ladder_page.py",
         "layouts/copy_engine.py",
         "layouts/doctor/",
         "masks.py",
