@@ -122,17 +122,21 @@ def places(mma: cute.TiledMma, rows: int, cols: int, thread: cute.Int32) -> Plac
     )
 
 
+def stmatrix(mma: cute.TiledMma, dtype: type) -> cute.TiledCopy:
+    """The copy of an accumulator, rounded to `dtype`, to shared memory."""
+    op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=MATRICES)
+    return cute.make_tiled_copy_C(cute.make_copy_atom(op, dtype), mma)
+
+
 def to_smem(acc: cute.Tensor, smem: cute.Tensor, mma: cute.TiledMma, thread: cute.Int32) -> None:
     """Round an accumulator to the tile's type and write this thread's share with stmatrix.
 
     The caller synchronises before others read the tile, and fences before TMA does.
     """
-    op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=MATRICES)
-    atom = cute.make_copy_atom(op, smem.element_type)
-    copy = cute.make_tiled_copy_C(atom, mma)
+    copy = stmatrix(mma, smem.element_type)
     rounded = cute.make_rmem_tensor(acc.layout, smem.element_type)
     rounded.store(acc.load().to(smem.element_type))
-    cute.copy(atom, copy.retile(rounded), copy.get_slice(thread).partition_D(smem))
+    cute.copy(copy, copy.retile(rounded), copy.get_slice(thread).partition_D(smem))
 
 
 def instructions(rows: int, n: int, k: int, warps: int) -> tuple[str, int]:

@@ -164,6 +164,33 @@ def test_ldmatrix_brings_each_lane_what_its_fragment_is_taken_for(operand, warp=
             assert left[lane][v] == wanted[lane][filled[v, n, k]], (lane, v, n, k)
 
 
+def test_stmatrix_writes_each_element_of_an_accumulator_to_its_place(warp=3):
+    """The reverse of ldmatrix: lane 8 i + r points at row r of matrix i, all lanes give it."""
+
+    def compute():
+        mma = mma_sync.tiled_mma(BF16, 4)
+        copy = mma_sync.stmatrix(mma, BF16)
+        share = cute.make_identity_tensor((64, 32))
+        registers = mma_sync.accumulator(mma, 64, 32)
+        given = copy.retile(registers)
+        blocks = list(product(*(range(cute.size(given, mode=[i])) for i in (1, 2))))
+        targets, held = {}, {}
+        for lane in range(32):
+            thread = 32 * warp + lane
+            target = copy.get_slice(thread).partition_D(share)
+            mine = mma.get_slice(thread).partition_C(share)
+            for m, n in blocks:
+                targets[lane, m, n] = [tuple(target[e, m, n]) for e in range(8)]
+                held[lane, m, n] = [tuple(mine[given.layout((v, m, n))]) for v in range(8)]
+        return blocks, targets, held
+
+    blocks, targets, held = on_sm90(compute)
+    assert len(blocks) * 8 == 64 * 32 // 128
+    for (m, n), lane, matrix, e in product(blocks, range(32), range(4), range(2)):
+        place = targets[8 * matrix + lane // 4, m, n][2 * (lane % 4) + e]
+        assert held[lane, m, n][2 * matrix + e] == place
+
+
 def test_fragments_are_those_of_the_instruction(warp=3):
     def compute():
         mma = mma_sync.tiled_mma(BF16, 4)
