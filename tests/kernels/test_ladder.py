@@ -161,6 +161,31 @@ def test_warps_that_load_and_multiply_alike_cannot_hang_race_or_lose_a_tile(stag
     assert str(most) in dict(verdict.copied)["v"]
 
 
+def test_a_slot_is_read_by_ldmatrix_when_it_is_full_and_filled_when_it_is_read():
+    """With one slot, since where ldmatrix reads within a row of slots is not followed; the rings of
+    step 2 are those of step 3, which is checked at every depth."""
+    made = plan(64, stages=1)
+    verdict = check_pipeline(TmaSync(made), of_plan(made))
+    assert verdict.ok, verdict
+    verdict = check_pipeline(ReadsTooLate(made), of_plan(made))
+    assert "overwritten before read" in {finding.kind for finding in verdict.findings}
+
+
+class ReadsTooLate(TmaSync):
+    """Step 2 with fragments that are read once more after their slot was released."""
+
+    def fragments(self, smem, thread):
+        made = super().fragments(smem, thread)
+        multiply = made.rows_cols
+
+        def late(acc_s):
+            made.k.load(0, 0)
+            return multiply(acc_s)
+
+        made.rows_cols = late
+        return made
+
+
 @pytest.mark.parametrize("head_dim", ladder.HEAD_DIMS)
 def test_a_single_producer_warp_behind_the_consumers_cannot_hang_or_race(head_dim):
     rung = step("warp specialisation", CAUSAL, head_dim)
