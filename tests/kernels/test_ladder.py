@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from cutedsl_fa3 import Variant, configs, ladder, masks
 from cutedsl_fa3.audit import audit, disassemble, take_census
 from cutedsl_fa3.compile import Compiled, compile_kernel
 from cutedsl_fa3.errors import LayoutError
+from cutedsl_fa3.kernels.sm90.ladder import cp_async
 from cutedsl_fa3.kernels.sm90.ladder.cp_async import CpAsync
 from cutedsl_fa3.kernels.sm90.ladder.order import FirstRowsFirst
 from cutedsl_fa3.kernels.sm90.ladder.tma import TmaSync, TmaWgmma
@@ -239,3 +243,78 @@ def test_tensors_that_attention_refuses_are_refused_before_anything_is_compiled(
     q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"kv_heads|heads"):
         ladder.launched(step("TMA", FULL, 64), q, q[:, :, :1].expand(1, 8, 3, 64), q)
+
+
+class Groups:
+    """cp.async as one thread sees it: groups land in their order, a barrier shows them to all.
+
+    `slots`: what lies in each slot of "k" and "v"; a copy may land at any time after its issue, so
+    a slot that is read between the last barrier and a copy into it counts as spoilt.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        self.groups: list[list[tuple]] = [[]]
+        self.landed: set[tuple] = set()
+        self.seen: set[tuple] = set()
+        self.slots: dict[tuple, int] = {}
+        self.read_since_barrier: set[tuple] = set()
+        arch = cp_async.cute.arch
+        monkeypatch.setattr(arch, "cp_async_commit_group", lambda: self.groups.append([]))
+        monkeypatch.setattr(arch, "cp_async_wait_group", self.wait)
+        monkeypatch.setattr(arch, "sync_threads", self.barrier)
+
+    def wait(self, pending: int) -> None:
+        for group in self.groups[: len(self.groups) - 1 - pending]:
+            self.landed.update(group)
+
+    def barrier(self) -> None:
+        self.seen |= self.landed
+        self.read_since_barrier.clear()
+
+    def copy(self, name: str):
+        def issue(block: int, stage: int) -> None:
+            assert (name, stage) not in self.read_since_barrier, "others may still read this slot"
+            self.slots[name, stage] = block
+            self.groups[-1].append((name, stage, block))
+
+        return issue
+
+    def read(self, name: str, stage: int, block: int) -> None:
+        assert self.slots[name, stage] == block, "another tile lies in this slot"
+        assert (name, stage, block) in self.seen, "this copy may not have landed"
+        self.read_since_barrier.add((name, stage))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("wrong", [None, "waits for one group less", "no barrier"])
+def test_cp_async_s_groups_have_landed_and_no_slot_is_filled_that_is_still_read(
+    monkeypatch, stages, tiles, wrong
+):
+    """The bodies of its loop, run as plain Python on numbers."""
+    groups = Groups(monkeypatch)
+    kernel = CpAsync(plan(64, FULL, stages=stages))
+    if wrong == "waits for one group less":
+        kernel.pending += 1
+    fetch, body = (inspect.unwrap(f).__get__(kernel) for f in (CpAsync.fetch, CpAsync.step))
+    monkeypatch.setattr(CpAsync, "fetch", lambda self, *args: fetch(*args))
+    monkeypatch.setattr(CpAsync, "modify", lambda self, *args: None)
+    runs = SimpleNamespace(n_total=tiles, n_block=lambda j: 100 + j)
+    w, softmax = SimpleNamespace(runs=runs), SimpleNamespace(step=id, rescale=id)
+    now = SimpleNamespace(j=0)
+    f = SimpleNamespace(
+        rows_cols=id,
+        round_p=id,
+        output=None,
+        multiply_qk=lambda slot: groups.read("k", slot.index, 100 + now.j),
+        multiply_pv=lambda slot: groups.read("v", slot.index, 100 + now.j),
+    )
+    copies = groups.copy("k"), groups.copy("v")
+    if wrong == "no barrier":
+        monkeypatch.setattr(cp_async.cute.arch, "sync_threads", lambda: None)
+    with pytest.raises(AssertionError) if wrong and tiles else nullcontext():
+        for ahead in range(stages - 1):
+            for copy in copies:
+                fetch(w, copy, ahead)
+        for now.j in range(tiles):
+            body(w, f, softmax, copies, now.j, False)
