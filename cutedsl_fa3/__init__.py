@@ -18,7 +18,7 @@ if (_checkout / "layouts" / "__init__.py").is_file():
     __path__.append(str(_checkout))
 
 if TYPE_CHECKING:
-    from . import gallery, masks, packing, reference, scores
+    from . import gallery, masks, packing, reference, scores, tuned
     from .errors import LayoutError, Unsupported, VariantError
     from .hang import Hang
     from .hang_attention import watched
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .plans import Plan
     from .problem import Problem
     from .shadow import ShadowMismatch, shadow_check
+    from .tuning import tune
     from .variant import Elementwise, OnlineSoftmax, Variant, seqlen_k, seqlen_q
 
 _HOME = {
@@ -52,11 +53,22 @@ _HOME = {
     "seqlen_k": "variant",
     "seqlen_q": "variant",
     "shadow_check": "shadow",
+    "tune": "tuning",
     "visits": "interface",
     "watched": "hang_attention",
 }
-_NEEDS_COMPILER = ("hang", "hang_attention", "interface", "layouts", "model", "pipelines", "plans")
-_MODULES = ("gallery", "masks", "packing", "reference", "scores")
+_NEEDS_COMPILER = (
+    "hang",
+    "hang_attention",
+    "interface",
+    "layouts",
+    "model",
+    "pipelines",
+    "plans",
+    "tuned",
+    "tuning",
+)
+_MODULES = ("gallery", "masks", "packing", "reference", "scores", "tuned")
 
 __all__ = [
     "Elementwise",
@@ -84,21 +96,25 @@ __all__ = [
     "seqlen_k",
     "seqlen_q",
     "shadow_check",
+    "tune",
+    "tuned",
     "visits",
     "watched",
 ]
 
 
 def __getattr__(name: str) -> object:
+    home = name if name in _MODULES else _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home in _NEEDS_COMPILER:  # else the first missing import would say less
+        import_module(".versions", __name__).require_dsl()
+    module = import_module(f".{home}", __name__)
     if name in _MODULES:
-        return import_module(f".{name}", __name__)
-    if name in _HOME:
-        if _HOME[name] in _NEEDS_COMPILER:  # else the first missing import would say less
-            import_module(".versions", __name__).require_dsl()
-        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return module
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -55,7 +55,7 @@ class Timing:
 
 
 BURST = Timing("burst", idle_ms=30.0, window_ms=8.0, rounds=9)
-SUSTAINED = Timing("sustained", idle_ms=0.0, window_ms=300.0, rounds=3)
+SUSTAINED = Timing("sustained", idle_ms=0.0, window_ms=300.0, rounds=5)
 SLOW_TO_PREPARE = 8.0  # seconds that deserve a line of their own
 
 
@@ -225,8 +225,16 @@ def _row(case: Case, provider: str, times: list[float], error: float) -> Row:
     )
 
 
-def take_turns(calls: dict[Key, Call], timing: Timing, seed: int = 0) -> dict[Key, list[float]]:
-    """Milliseconds per call, by name and round; each round in an order of its own."""
+def take_turns(
+    calls: dict[Key, Call],
+    timing: Timing,
+    seed: int = 0,
+    after: Callable[[], object] = lambda: None,
+) -> dict[Key, list[float]]:
+    """Milliseconds per call, by name and round; each round in an order of its own.
+
+    `after` is called after each round.
+    """
     shuffler, repeats = random.Random(seed), {}
     for name, call in calls.items():
         timing.clock(call, 2)
@@ -238,4 +246,5 @@ def take_turns(calls: dict[Key, Call], timing: Timing, seed: int = 0) -> dict[Ke
         for name in order:
             time.sleep(timing.idle_ms / 1e3)
             times[name].append(timing.clock(calls[name], repeats[name]))
+        after()
     return times

@@ -22,6 +22,7 @@ import torch
 
 from . import cache, masks
 from .calls import prepare
+from .counters import counter
 from .interface import attention, plan
 from .record import ROOT, CallRow
 from .variant import Variant
@@ -75,7 +76,9 @@ def launch_alone(captures: int) -> CallRow:
     q, variant = inputs(captures, "cuda")
     call = prepare(q, q, q, variant, None)
     out, lse = torch.empty_like(call.out), torch.empty_like(call.lse)
-    arguments = (q, q, q, out, lse, variant.captures or None, None, None, call.scale)
+    drawn = None if call.ctas is None else counter(call.index)
+    arguments = (q, q, q, out, lse, variant.captures or None, None, None, drawn, call.ctas)
+    arguments += (call.scale,)
     return _row("launch alone", _queued(lambda: call.launch(*arguments)), captures)
 
 

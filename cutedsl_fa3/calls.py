@@ -12,12 +12,12 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import tvm_ffi  # noqa: F401  # kernels are loaded by it: a first call should not wait for it
 
-from . import cache, hang
+from . import cache, hang, tuned
 from .counters import counter
 from .inputs import (
     NAMES,
@@ -35,7 +35,7 @@ from .plans import Plan
 from .problem import Problem
 from .variant import Variant
 from .variant.evaluate import evaluate
-from .variant.pairs import pairs
+from .variant.pairs import dense, pairs
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -197,12 +197,13 @@ def prepare(
     check_device(q, k, v, variant)
     check_schedule(schedule)
     if without_scores(q, k):
-        planned(variant, q.dtype, q.shape[3], v.shape[3], schedule).check()
+        plan_for(q, k, v, variant, schedule).check()
         return WithoutScores(q)
     if emulated(q.device):
-        plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule)
+        plan = plan_for(q, k, v, variant, schedule)
         plan.check()
         return OnCpu(q, k, v, plan)
+    schedule = tuned.schedule(q, k, v, variant, schedule)
     made = launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     return OnDevice(q, k, v, variant, made)
 
@@ -218,8 +219,7 @@ def visited(
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
     check_schedule(schedule)
-    kind = (variant, q.dtype, q.shape[3], v.shape[3], schedule)
-    plan = planned(*kind, trace=True)
+    plan = plan_for(q, k, v, variant, schedule, trace=True)
     plan.check()
     sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     noted = torch.full(plan.visits_shape(*sizes), -1, dtype=torch.int32, device=q.device)
@@ -229,10 +229,26 @@ def visited(
         from . import emulate
 
         return emulate.run(plan, q, k, v, checked_scale(None, q.shape[3])).visits
+    kind = (variant, q.dtype, q.shape[3], v.shape[3], plan.schedule)
     with torch.no_grad():
         call = OnDevice(q, k, v, variant, launcher(*kind, trace=True))
         call(q, k, v, variant, call.scale, noted)
     return noted
+
+
+def plan_for(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    schedule: Schedule | None,
+    trace: bool = False,
+) -> Plan:
+    """The plan for checked tensors: with this schedule, else a tuned one, else the table's."""
+    choice = tuned.choice(q, k, v, variant) if schedule is None else None
+    schedule = schedule if choice is None else choice.schedule
+    plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule, trace)
+    return plan if choice is None else replace(plan, tuned=choice)
 
 
 def planned(
@@ -243,7 +259,7 @@ def planned(
     schedule: Schedule | None,
     trace: bool = False,
 ) -> Plan:
-    """The plan for tensors of this type and these sizes."""
+    """The plan for tensors of this type and these sizes, by the table without a schedule."""
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
     if schedule is None:
         return Plan.default(variant, problem, trace=trace)
@@ -263,7 +279,7 @@ def launcher(
     Captured tensors may have changed their types and layouts since: those choose the kernel too.
     """
     types = tuple(t.dtype for t in variant.captures)
-    key = (dtype, head_dim, head_dim_v, schedule, trace, types, pairs(variant))
+    key = (dtype, head_dim, head_dim_v, schedule, trace, types, pairs(variant), dense(variant))
     known = _launchers.setdefault(variant, {})
     found = known.get(key)
     if found is None:

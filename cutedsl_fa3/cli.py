@@ -12,7 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from . import cli_bench, cli_contract, cli_doctor, cli_ladder, cli_model
+from . import (
+    cli_bench,
+    cli_contract,
+    cli_doctor,
+    cli_ladder,  # noqa: F401  # whose command is one of cli_bench's
+    cli_ledger,
+    cli_model,
+)
 
 app = typer.Typer(
     name="cutedsl-fa3",
@@ -29,7 +36,7 @@ def chosen_plan(
         str,
         typer.Option(
             help="full, causal, window:1024,0, prefix:256, documents:1000, alibi, bias, "
-            "softcap:30, sigmoid or sink."
+            "softcap:30, sigmoid, sink or laborious."
         ),
     ] = "causal",
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
@@ -169,6 +176,6 @@ def write_gallery(
 
 app.command("contract")(cli_contract.run_contract)
 app.add_typer(cli_bench.app)
-app.command("ladder")(cli_ladder.run_ladder)
 app.command("doctor")(cli_doctor.run_doctor)
+app.command("ledger")(cli_ledger.run_ledger)
 app.command("model")(planned(cli_model.run_model))

@@ -1,8 +1,14 @@
-"""Commands that measure on a GPU and write a record; parts of the command line in cli.py."""
+"""Commands that measure on a GPU and write a record; parts of the command line in cli.py.
+
+Options that commands share stand once, in `Recorded` and `Timed`: a command's own are the
+parameters of its function past the first.
+"""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,17 +16,103 @@ import typer
 
 app = typer.Typer()
 
-Rounds = Annotated[int | None, typer.Option(help="Rounds, each in an order of its own.")]
-Seed = Annotated[int, typer.Option(help="Of inputs, orders and sampled rows.")]
-Out = Annotated[Path | None, typer.Option(help="Folder or .json file of the record.")]
-Commit = Annotated[
-    str | None, typer.Option(help="The commit of these sources, where .git is absent.")
-]
-AllowDirty = Annotated[bool, typer.Option(help="Record uncommitted changes, and say so.")]
 HeadDims = Annotated[
     str, typer.Option(help="Head sizes by comma; 192x128 is 192 of Q and K beside 128 of V.")
 ]
+Dtype = Annotated[str, typer.Option(help="bf16 or fp16.")]
+Variants = Annotated[list[str] | None, typer.Option(help="May be repeated; default: the usual.")]
+Tokens = Annotated[int, typer.Option(help="Tokens of all sequences together.")]
 NATIVE = "64,96,128,192x128,192,256"  # head sizes whose tiles are of their own size
+PEERS = ("bench", "variants", "gemm", "call")  # the kinds of record that README has tables of
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What every command takes that writes a record."""
+
+    out: Annotated[Path | None, typer.Option(help="Folder or .json file of the record.")] = None
+    commit: Annotated[
+        str | None, typer.Option(help="The commit of these sources, where .git is absent.")
+    ] = None
+    allow_dirty: Annotated[bool, typer.Option(help="Record uncommitted changes, and say so.")] = (
+        False
+    )
+
+    def meta(self, **more: Any) -> dict[str, Any]:
+        """What the record says besides its rows; `bench.NoDevice` where there is no GPU.
+
+        Raises: NoDevice, RecordError.
+        """
+        from . import bench, record
+
+        bench.require_gpu()
+        return record.collect(self.commit, self.allow_dirty) | more
+
+    def keep(self, kind: str, measured: Iterable[Any], meta: dict[str, Any]) -> Path:
+        """Write the record, after each list of rows as partial; where it lies."""
+        from . import record, tuned
+
+        path = record.place(meta, self.out, kind)
+        _say(f"record, partial until the end: {path}")
+        rows: list[Any] = []
+        with tuned.set_aside():  # what is measured are the defaults, whatever was tuned here
+            for more in measured:
+                rows += more if isinstance(more, list) else [more]
+                record.Record(meta | {"partial": True}, tuple(rows)).write(path)
+        _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
+        return path
+
+
+@dataclass(frozen=True)
+class Timed(Recorded):
+    """What every command takes besides that times kernels in turns."""
+
+    rounds: Annotated[int | None, typer.Option(help="Rounds, each in an order of its own.")] = None
+    seed: Annotated[int, typer.Option(help="Of inputs, orders and sampled rows.")] = 0
+    sustained: Annotated[
+        bool, typer.Option(help="Long windows at the power limit instead of bursts.")
+    ] = False
+
+    @property
+    def timing(self) -> Any:
+        """How long to rest and to measure, and how often."""
+        from . import bench
+
+        timing = bench.SUSTAINED if self.sustained else bench.BURST
+        return timing if self.rounds is None else replace(timing, rounds=self.rounds)
+
+    def meta(self, **more: Any) -> dict[str, Any]:
+        return super().meta(timing=self.timing.name, **more)
+
+
+def measuring(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose options are its own, then those of its first parameter's class."""
+
+    def decorate(action: Callable[..., None]) -> Callable[..., None]:
+        first, *own = inspect.signature(action, eval_str=True).parameters.values()
+        kind = first.annotation
+        shared = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=field.type,
+            )
+            for field in fields(kind)
+        ]
+
+        def command(**options: Any) -> None:
+            given = {field.name: options.pop(field.name) for field in fields(kind)}
+            action(kind(**given), **options)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+        command.__name__, command.__doc__ = action.__name__, action.__doc__
+        command.__signature__ = inspect.Signature(parameters)
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        app.command(name)(command)
+        return action
+
+    return decorate
 
 
 def need_compiler() -> None:
@@ -34,11 +126,10 @@ def need_compiler() -> None:
         raise typer.Exit(2) from None
 
 
-@app.command("bench")
+@measuring("bench")
 def run_bench(
-    variant: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; default: full and causal.")
-    ] = None,
+    how: Timed,
+    variant: Variants = None,
     providers: Annotated[
         str, typer.Option(help="Kernels to time, by comma; fa2 and flex only where named here.")
     ] = "cutedsl_fa3,fa3,fa4,cudnn",
@@ -47,22 +138,27 @@ def run_bench(
     seqlens: Annotated[
         str | None,
         typer.Option(
-            help="Lengths, by comma; default: 4096 and 16384, at head sizes 64 and 128 also 1024."
+            help="Lengths, by comma; default: 4096 and 16384, at head sizes 64, 128 also 1024."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of all sequences together.")] = 16384,
+    tokens: Tokens = 16384,
     hidden: Annotated[int, typer.Option(help="heads x head_dim, rounded down to heads.")] = 2048,
     group: Annotated[int, typer.Option(help="Query heads that share a key head.")] = 1,
-    rounds: Rounds = None,
-    sustained: Annotated[
-        bool, typer.Option(help="Long windows at the power limit instead of bursts.")
+    peers: Annotated[
+        bool,
+        typer.Option(
+            help="All of the README: each kind of --tables as its own command does it by default, "
+            "then tables and bars; with --sustained both timings."
+        ),
     ] = False,
-    seed: Seed = 0,
-    out: Out = None,
-    commit: Commit = None,
-    allow_dirty: AllowDirty = False,
+    tables: Annotated[
+        str, typer.Option(help="With --peers, which: bench, variants, gemm, call, by comma.")
+    ] = ",".join(PEERS),
     readme: Annotated[
         bool, typer.Option(help="Measure nothing: put the newest records' tables in README.md.")
+    ] = False,
+    draw: Annotated[
+        bool, typer.Option(help="Measure nothing: draw the newest records' bars. Needs matplotlib.")
     ] = False,
 ) -> None:
     """Time the forward beside its peers, and write a record with everything needed to repeat it.
@@ -70,16 +166,23 @@ def run_bench(
     After every case the record is on disk, marked as partial; a run that ends early leaves it.
     By default: plain full and causal attention at every native head size.
     """
+    own = {"variant": variant, "providers": providers, "dtypes": dtypes, "head_dims": head_dims}
+    own |= {"seqlens": seqlens, "tokens": tokens, "hidden": hidden, "group": group}
     if readme:
-        from . import tables
-
-        tables.README.write_text(tables.refreshed(tables.README.read_text()))
+        _write_tables()
+    if draw:
+        _draw()
+    if readme or draw:
         return
     need_compiler()
-    from . import bench, cases, peers, record
+    if peers:
+        with _refusals():
+            _need_defaults(run_bench, own)
+        _everything(how, tables)
+        return
+    from . import bench, cases
+    from .peers import versions
 
-    timing = bench.SUSTAINED if sustained else bench.BURST
-    timing = timing if rounds is None else replace(timing, rounds=rounds)
     with _refusals():
         grid = cases.Grid(
             variants=tuple(variant or ("full", "causal")),
@@ -91,71 +194,56 @@ def run_bench(
             group=group,
         )
         chosen, every = bench.chosen_providers(providers.split(",")), grid.cases()
-        bench.require_gpu()
-        meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
-    meta |= {"peers": peers.versions()}
-    _kept(bench.run(every, chosen, timing, report=_say, seed=seed), meta, record.place(meta, out))
+        meta = how.meta(peers=versions())
+    how.keep("bench", bench.run(every, chosen, how.timing, report=_say, seed=how.seed), meta)
 
 
-@app.command("bench-variants")
+@measuring("bench-variants")
 def run_bench_variants(
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(help="May be repeated; default: ten of them. Plain causal always takes part."),
-    ] = None,
+    how: Timed,
+    variant: Variants = None,
     providers: Annotated[
         str, typer.Option(help="Kernels to time, by comma.")
-    ] = "cutedsl_fa3,fa4,flex",
-    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    ] = "cutedsl_fa3,fa4,flex,flex_fa4",
+    dtype: Dtype = "bf16",
     head_dims: HeadDims = "64,128",
     seqlen: Annotated[int, typer.Option(help="Length of queries and keys.")] = 8192,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 2,
     heads: Annotated[int, typer.Option(help="Of queries and of keys.")] = 16,
-    rounds: Rounds = None,
-    seed: Seed = 0,
-    out: Out = None,
-    commit: Commit = None,
-    allow_dirty: AllowDirty = False,
 ) -> None:
     """Time variants beside our own plain causal and beside the peers, and write a record.
 
-    All variants of a head size, and all kernels, take turns in one order drawn anew each round.
+    All variants of a head size, and all kernels, take turns in one order drawn anew each round. By
+    default: ten variants; plain causal always takes part.
     """
     need_compiler()
-    from . import bench, cases, peers, record
+    from . import bench, cases
+    from .peers import versions
 
-    timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
     with _refusals():
         names, dims = variant or cases.VARIANTS, cases.head_dims(head_dims)
         groups = cases.groups(names, dtype, dims, seqlen, batch, heads)
         chosen = bench.chosen_providers(providers.split(","))
-        bench.require_gpu()
-        meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
-    meta |= {"peers": peers.versions()}
-    path = record.place(meta, out, "variants")
-    _kept(bench.run_together(groups, chosen, timing, report=_say, seed=seed), meta, path)
+        meta = how.meta(peers=versions())
+    measured = bench.run_together(groups, chosen, how.timing, report=_say, seed=how.seed)
+    how.keep("variants", measured, meta)
 
 
-@app.command("bench-gemm")
+@measuring("bench-gemm")
 def run_bench_gemm(
+    how: Timed,
     size: Annotated[str, typer.Option(help="m, n and k by comma, or one for all.")] = "8192",
-    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    dtype: Dtype = "bf16",
     tile_m: Annotated[int, typer.Option(help="Rows of a tile of C.")] = 128,
     tile_n: Annotated[int, typer.Option(help="Columns of a tile of C.")] = 256,
     consumers: Annotated[int, typer.Option(help="Consumer warpgroups.")] = 2,
     stages: Annotated[str, typer.Option(help="Ring depths, by comma.")] = "1,2,3,4",
     clusters: Annotated[str, typer.Option(help="CTAs along m x n, by comma.")] = "1x1,2x1,1x2",
-    rounds: Rounds = None,
-    seed: Seed = 0,
-    out: Out = None,
-    commit: Commit = None,
-    allow_dirty: AllowDirty = False,
 ) -> None:
     """Time the GEMM at every depth and cluster shape beside cuBLAS, and write a record."""
     need_compiler()
-    from . import bench, bench_gemm, record
+    from . import bench_gemm
 
-    timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
     with _refusals():
         lengths = [int(part) for part in size.split(",")]
         if len(lengths) not in (1, 3):
@@ -169,50 +257,49 @@ def run_bench_gemm(
             tuple(_extents(shape) for shape in clusters.split(",")),
         )
         bench_gemm.require_fit(chosen, dtype)
-        bench.require_gpu()
-        meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
-    rows = bench_gemm.measure(problem, chosen, timing, report=_say, seed=seed)
-    path = record.place(meta, out, "gemm")
-    _say(f"record: {record.Record(meta, tuple(rows)).write(path)}")
+        meta = how.meta()
+    how.keep("gemm", [bench_gemm.measure(problem, chosen, how.timing, _say, how.seed)], meta)
 
 
-@app.command("bench-call")
-def run_bench_call(
-    out: Out = None,
-    commit: Commit = None,
-    allow_dirty: AllowDirty = False,
-) -> None:
+@measuring("bench-call")
+def run_bench_call(how: Recorded) -> None:
     """Time what the host spends on a call, cached and first, and write a record."""
     need_compiler()
-    from . import bench, bench_call, record
+    from . import bench_call
 
     with _refusals():
-        bench.require_gpu()
-        meta = record.collect(commit, allow_dirty)
-    rows = bench_call.measure(report=_say)
-    _say(f"record: {record.Record(meta, tuple(rows)).write(record.place(meta, out, 'call'))}")
+        meta = how.meta()
+    how.keep("call", bench_call.measure(report=_say), meta)
 
 
-@app.command("tune")
+@measuring("tune")
 def run_tune(
-    variant: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; default: full and causal.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    how: Timed,
+    variant: Variants = None,
+    dtype: Dtype = "bf16",
     head_dims: HeadDims = "64,128",
     seqlens: Annotated[str, typer.Option(help="Lengths, by comma.")] = "8192",
-    tokens: Annotated[int, typer.Option(help="Tokens of all sequences together.")] = 16384,
-    rounds: Rounds = None,
-    seed: Seed = 0,
-    out: Out = None,
-    commit: Commit = None,
-    allow_dirty: AllowDirty = False,
+    tokens: Tokens = 16384,
+    table: Annotated[
+        bool, typer.Option(help="Instead every row of the schedule table beside its alternatives.")
+    ] = False,
+    read: Annotated[
+        Path | None, typer.Option(help="With --table, measure nothing: what this record says.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="With --table, processes that compile; default: the cores.")
+    ] = None,
 ) -> None:
-    """Time every schedule that differs in one field from the default, and write a record."""
-    need_compiler()
-    from . import bench, cases, record, tune
+    """Time every schedule that differs in one field from the default, and write a record.
 
-    timing = bench.BURST if rounds is None else replace(bench.BURST, rounds=rounds)
+    By default of full and causal attention.
+    """
+    need_compiler()
+    if table:
+        _tune_table(how, read, workers or os.cpu_count() or 1)
+        return
+    from . import cases, tuning
+
     with _refusals():
         grid = cases.Grid(
             variants=tuple(variant or ("full", "causal")),
@@ -221,23 +308,79 @@ def run_tune(
             seqlens=_lengths(seqlens),
             tokens=tokens,
         )
-        plans = [(case, tune.candidates(case)) for case in grid.cases()]
-        bench.require_gpu()
-        meta = record.collect(commit, allow_dirty) | {"timing": timing.name}
-    measured = tune.run(plans, timing, report=_say, seed=seed)
-    _kept(measured, meta, record.place(meta, out, "tune"))
+        plans = [(case, tuning.candidates(case)) for case in grid.cases()]
+        meta = how.meta()
+    how.keep("tune", tuning.run(plans, how.timing, report=_say, seed=how.seed), meta)
 
 
-def _kept(measured: Iterator[list[Any]], meta: dict[str, Any], path: Path) -> None:
-    """Write the record after each list of rows, as partial until the last."""
-    from .record import Record
+def _tune_table(how: Timed, read: Path | None, workers: int) -> None:
+    """Measure the rows of the schedule table in one record, and say what it makes of each."""
+    from . import evidence, record, tuning
 
-    _say(f"record, partial until the last case: {path}")
-    rows: list[Any] = []
-    for more in measured:
-        rows += more
-        Record(meta | {"partial": True}, tuple(rows)).write(path)
-    _say(f"record: {Record(meta, tuple(rows)).write(path)}")
+    if read is None:
+        how = how if how.rounds else replace(how, rounds=5)
+        with _refusals():
+            meta = how.meta()
+        plans = evidence.compiled_ahead(evidence.plans(), workers, _say)
+        measured = tuning.run(plans, how.timing, report=_say, seed=how.seed)
+        read = how.keep("table", measured, meta)
+    _say(evidence.summary(record.Record.read(read)))
+
+
+def _everything(how: Timed, kinds: str) -> None:
+    """Each kind of record in turn, in bursts and where asked for sustained; tables and bars."""
+    chosen = kinds.split(",")
+    with _refusals():
+        if unknown := [kind for kind in chosen if kind not in PEERS]:
+            raise ValueError(f"--tables {','.join(unknown)}: known are {', '.join(PEERS)}")
+        if how.out is not None and how.out.suffix == ".json":
+            raise ValueError(f"--out {how.out}: several records need a folder")
+        how.meta()  # what is missing is said before anything runs
+    recorded = Recorded(how.out, how.commit, how.allow_dirty)
+    timings = [replace(how, sustained=False), *([how] if how.sustained else [])]
+    for timed in timings:
+        for kind in chosen:
+            _say(f"{kind}, {timed.timing.name}" if kind != "call" else kind)
+            if kind == "bench":
+                run_bench(timed)
+            elif kind == "variants":
+                run_bench_variants(timed)
+            elif kind == "gemm":
+                run_bench_gemm(timed)
+            elif not timed.sustained:  # the host's time has no bursts
+                run_bench_call(recorded)
+    if how.out is None:
+        _write_tables()
+        _draw()
+
+
+def _need_defaults(action: Callable[..., None], given: dict[str, Any]) -> None:
+    """That --peers comes without options of one table, which the others would not follow.
+
+    Raises: ValueError.
+    """
+    parameters = inspect.signature(action).parameters
+    for name, value in given.items():
+        if value != parameters[name].default:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--peers with {option} {value}: give {option} without --peers")
+
+
+def _write_tables() -> None:
+    from . import tables
+
+    tables.README.write_text(tables.refreshed(tables.README.read_text()))
+
+
+def _draw() -> None:
+    from . import bars
+
+    try:
+        for path in bars.write():
+            _say(f"drawn: {path}")
+    except ModuleNotFoundError as error:
+        typer.echo(f"not drawn: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -13,20 +13,13 @@ import torch
 from rich.table import Table
 
 from . import masks, scores
+from .named import laborious
 from .plans import Plan
 from .problem import DTYPES, LARGEST, NATIVE, STEP, Problem
 from .schedules import needs
 from .variant import Elementwise, OnlineSoftmax, Variant
 
 HEADS = 8  # of the captured tensors here; a plan is for any number
-
-
-def laborious(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Twenty operations on floats for each score."""
-    distance = (q - k).float()
-    for rate in (0.5, 0.25, 0.125, 0.0625, 0.03125):
-        s = torch.tanh(s * rate) + distance * rate
-    return s
 
 
 @functools.cache

@@ -192,7 +192,7 @@ class _Cells:
         call, variant = self.call, self.call.plan.variant
         shape = *self.queries.shape, call.v.shape[3]
         q = _tiles(call.q, self.b, self.queries, self.h)
-        softmax = (_Online if variant.weight is None else _Weights)(shape, call)
+        softmax = _softmax_of(call.plan)(shape, call)
         for j in range(int((self.entries >= 0).sum(-1).amax())):
             self.step(q, softmax, self.entries[:, j])
         o, lse = softmax.finish(self.h)
@@ -312,6 +312,32 @@ class _Online:
         o = (o * factor[..., None]).masked_fill(empty[..., None], 0.0)
         value = torch.where(size >= FAR, natural + torch.log2(total) * LN_2, value * LN_2)
         return o, torch.where(empty, alone, value)
+
+
+class _Bounded(_Online):
+    """The softmax of limited scores on the same rows; see kernels/sm90/bounded.py."""
+
+    def __init__(self, shape: tuple[int, ...], call: _Call) -> None:
+        super().__init__(shape, call)
+        self.row_max.zero_()
+
+    def step(self, scores: torch.Tensor, hidden: torch.Tensor | None, v: torch.Tensor) -> None:
+        """Weigh one tile's scores, which are overwritten, and add the values of its keys."""
+        some = slice(len(scores))
+        if hidden is not None:
+            scores.masked_fill_(hidden, -math.inf)
+        p = _exp2(scores * LOG2_E)
+        self.row_sum[some] += p.sum(-1)
+        if _may_hold_others(v):
+            v = self.finite(scores != -math.inf, v)
+        self.acc_o[some].baddbmm_(p.to(self.call.q.dtype).float(), v)
+
+
+def _softmax_of(plan: Plan) -> type[_Online | _Weights]:
+    """What makes weights of this plan's scores."""
+    if plan.variant.weight is not None:
+        return _Weights
+    return _Bounded if plan.bounded else _Online
 
 
 class _Weights:

@@ -284,7 +284,7 @@ def _levels(values: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _figure_class() -> type[Figure]:
+def figure_class() -> type[Figure]:
     """matplotlib's Figure, which a notebook shows without a backend."""
     try:
         from matplotlib.figure import Figure
@@ -310,7 +310,7 @@ def figure(parts: Sequence[Picture], legend: bool = False) -> Figure:
     widths = [BEFORE + part.extent[0] + part.behind for part in parts]
     tallest = max(part.extent[1] for part in parts)
     width, height = sum(widths), ABOVE + tallest + BELOW + (LEGEND if legend else 0)
-    drawing = _figure_class()(figsize=(width / DPI, height / DPI), dpi=DPI)
+    drawing = figure_class()(figsize=(width / DPI, height / DPI), dpi=DPI)
     left = 0
     for part, taken in zip(parts, widths, strict=True):
         wide, high = part.extent
@@ -324,7 +324,7 @@ def figure(parts: Sequence[Picture], legend: bool = False) -> Figure:
 
 def legend() -> Figure:
     """The colours of pairs."""
-    drawing = _figure_class()(figsize=(5.4, 0.3), dpi=DPI)
+    drawing = figure_class()(figsize=(5.4, 0.3), dpi=DPI)
     _add_legend(drawing, 4, "center left")
     return drawing
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from . import calls, hang
-from .calls import Launcher, OnDevice, Result, planned
+from .calls import Launcher, OnDevice, Result, plan_for
 from .errors import Unsupported
 from .inputs import check_device, check_schedule, check_tensors, checked_scale, without_scores
 from .pipelines import Schedule
@@ -37,7 +37,7 @@ def watched(
     check_schedule(schedule)
     if calls.emulated(q.device):
         raise Unsupported(f"q is on {q.device}: a kernel is watched, so a CUDA device is needed")
-    plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule)
+    plan = plan_for(q, k, v, variant, schedule)
     plan.check()
     if without_scores(q, k):
         raise Unsupported(f"q {tuple(q.shape)}, k {tuple(k.shape)}: no kernel runs for these")

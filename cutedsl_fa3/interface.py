@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 from torch.autograd import forward_ad
 
 from . import shadow
-from .calls import Call, Result, SlowKernel, planned, prepare, visited
+from .calls import Call, Result, SlowKernel, plan_for, prepare, visited
 from .errors import Unsupported
 from .inputs import check_schedule, check_tensors, checked_scale
+from .ledger.launch import Sizes
 from .pipelines import Schedule
 from .plans import Plan
 from .variant import Variant
@@ -50,9 +52,9 @@ def plan(
     variant = PLAIN if variant is None else variant
     check_tensors(q, k, v, variant)
     check_schedule(schedule)
-    made = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule)
+    made = plan_for(q, k, v, variant, schedule)
     made.check()
-    return made
+    return replace(made, sizes=Sizes(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
 
 
 def attention(
@@ -71,6 +73,7 @@ def attention(
         v (batch, seqlen_k, kv_heads, head_dim_v) -> (batch, seqlen_q, heads, head_dim_v).
         heads is a multiple of kv_heads; query head h reads key head h // (heads // kv_heads).
     Units: scale is natural; default 1 / sqrt(head_dim).
+    Without `schedule` the one that `tune` kept for such a call, else the measured table's.
     Raises: Unsupported, LayoutError, ScheduleError, VariantError before any launch.
     """
     return _call(q, k, v, PLAIN if variant is None else variant, scale, schedule)[0]

@@ -1,7 +1,7 @@
 """Variants by name, for the command line and the benchmark; a name may carry numbers.
 
     full   causal   window:1024,0   prefix:256   documents:1000
-    alibi   bias   softcap:30   sigmoid   sink
+    alibi   bias   softcap:30   sigmoid   sink   laborious
 
 All but `full` and `window` are causal, `prefix` but for the first keys, and `window` where its
 second number is 0; -1 leaves a side of a window unbounded. The number of `documents` is their mean
@@ -213,6 +213,25 @@ def _bias(name: str, lengths: Lengths) -> Named:
     )
 
 
+def laborious(s, b, h, q, k):
+    """Twenty operations on floats for each score."""
+    distance = (q - k).float()
+    for rate in (0.5, 0.25, 0.125, 0.0625, 0.03125):
+        s = torch.tanh(s * rate) + distance * rate
+    return s
+
+
+def _laborious(name: str, lengths: Lengths) -> Named:
+    return Named(
+        name,
+        Variant(score=laborious, mask=masks.causal),
+        score=laborious,
+        mask=_causal_mask(lengths),
+        causal=True,
+        only_functions=True,
+    )
+
+
 def _sigmoid(name: str, lengths: Lengths) -> Named:
     """Source: Ramapuram et al. 2024, arXiv:2409.04431: weights sigmoid(s - log(seqlen))."""
     shift = math.log(lengths.seqlen_k)
@@ -252,6 +271,7 @@ _BUILDERS: dict[str, tuple[Callable[..., Named], tuple[int | float, ...]]] = {
     "bias": (_bias, ()),
     "softcap": (_softcap, (30.0,)),
     "sigmoid": (_sigmoid, ()),
+    "laborious": (_laborious, ()),
     "sink": (_sink, ()),
 }
 EXAMPLES = tuple(

@@ -12,6 +12,7 @@ when it does not offer the variant. Inputs are (batch, seqlen, heads, head_dim),
 | `cudnn`       | torch SDPA on cuDNN                      | full, causal                        |
 | `fa2`         | torch SDPA on its FlashAttention-2       | full, causal                        |
 | `flex`        | torch.compile(flex_attention), Triton    | all but sigmoid and sink            |
+| `flex_fa4`    | the same on FlashAttention-4's kernel    | all but sigmoid and sink            |
 
 What a provider is asked for and cannot do with a head size is its own error, and is reported.
 """
@@ -143,15 +144,21 @@ def _sdpa(backend_name: str) -> Callable[[Inputs], Call]:
     return prepare
 
 
-def _flex(inputs: Inputs) -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    named, grouped = inputs.named, inputs.grouped
+def _scores_and_masks(inputs: Inputs) -> Named:
+    """The variant, for kernels whose softmax is fixed."""
+    named = inputs.named
     softmax = named.weight is None and named.sink is None
     _need(softmax, f"{named.name!r}, another softmax (flex takes scores and masks)")
+    return named
+
+
+def _flex(inputs: Inputs, options: dict[str, str] | None = None) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    named, grouped = _scores_and_masks(inputs), inputs.grouped
 
     def attend(q, k, v, score, blocks):
-        return flex_attention(q, k, v, score_mod=score, block_mask=blocks, enable_gqa=grouped)
+        return flex_attention(q, k, v, score, blocks, enable_gqa=grouped, kernel_options=options)
 
     # torch keeps compiled code by code object, and past a limit of recompilations it would run a
     # problem uncompiled: each problem gets a code object of its own, and compiles once.
@@ -166,6 +173,13 @@ def _flex(inputs: Inputs) -> Call:
     return lambda: compiled(q, k, v, named.score, blocks).transpose(1, 2)
 
 
+def _flex_fa4(inputs: Inputs) -> Call:
+    _scores_and_masks(inputs)
+    import flash_attn.cute  # noqa: F401  # it is not installed: said here, and not by the compiler
+
+    return _flex(inputs, {"BACKEND": "FLASH"})
+
+
 OURS = "cutedsl_fa3"
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
@@ -176,6 +190,7 @@ PROVIDERS: dict[str, Provider] = {
         Provider("cudnn", "torch", _sdpa("CUDNN_ATTENTION")),
         Provider("fa2", "torch", _sdpa("FLASH_ATTENTION")),
         Provider("flex", "torch", _flex),
+        Provider("flex_fa4", "torch", _flex_fa4),
     )
 }
 

@@ -14,26 +14,34 @@ from .problem import Problem
 from .schedules import default_schedule
 from .variant import Variant
 from .variant.describe import describe
-from .variant.pairs import pairs
+from .variant.limits import bounded, limits
+from .variant.pairs import dense, pairs
 from .variant.summaries import table_shape
 from .variant.tiles import by_tile
 
 if TYPE_CHECKING:
     from .kernels.sm90.forward import ForwardSm90
+    from .ledger.launch import Sizes
+    from .ledger.page import Ledger
     from .pipelines import Schedule
+    from .tuned import Choice
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a forward kernel will do, before anything is compiled.
 
-    `trace`: a debug build that notes the key tiles it visits.
+    `trace`: a debug build that notes the key tiles it visits. `tuned`: the measurement that chose
+    the schedule, where `tune` did; `sizes`: of a call, for the time that the plan predicts. Neither
+    of these two affects code.
     """
 
     variant: Variant
     problem: Problem
     schedule: Schedule
     trace: bool = False
+    tuned: Choice | None = None
+    sizes: Sizes | None = None
 
     @classmethod
     def default(cls, variant: Variant, problem: Problem, *, trace: bool = False) -> Plan:
@@ -52,6 +60,16 @@ class Plan:
         Their layout and address allow it now, so this is part of the key.
         """
         return pairs(self.variant)
+
+    @cached_property
+    def dense(self) -> frozenset[int]:
+        """Captured tensors read by query or key whose last dimension is dense: in the key too."""
+        return dense(self.variant)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the softmax goes without a maximum: limited scores, and P in bf16."""
+        return self.problem.dtype == "bf16" and bounded(self.variant)
 
     def table_shape(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple | None:
         """Shape of the table that summarises captured vectors by block; None if none is needed."""
@@ -84,6 +102,8 @@ class Plan:
         lines = [str(self.problem), repr(self.schedule), self.variant.text]
         if self.pairs:
             lines.append(f"read in pairs: {', '.join(f't{n}' for n in sorted(self.pairs))}")
+        if self.dense:
+            lines.append(f"dense rows: {', '.join(f't{n}' for n in sorted(self.dense))}")
         if self.trace:
             lines.append("traces its visits")
         return "\n".join(lines)
@@ -94,10 +114,14 @@ class Plan:
         lines += [f"  {line}" for line in self.variant.text.splitlines()]
         if self.pairs:
             lines.append(f"  two keys a load: {', '.join(f't{n}' for n in sorted(self.pairs))}")
+        if self.dense:
+            lines.append(f"  dense rows: {', '.join(f't{n}' for n in sorted(self.dense))}")
         lines += ["", f"visits   {describe(self.variant.mask)}"]
         lines += [f"aligned  {_alignment(self.variant)}"]
-        lines += [f"softmax  {_softmax(self.variant)}"]
-        lines += [f"schedule {self.schedule}, {kernel.order}", "", "tiles"]
+        lines += [f"softmax  {_softmax(self)}"]
+        lines += [f"schedule {self.schedule}, {kernel.order}"]
+        lines += [] if self.tuned is None else [f"         {self.tuned}"]
+        lines += ["", "tiles"]
         lines += [f"  {name:4} {tile}" for name, tile in kernel.tiles.items()]
         lines += ["", "shared memory", *_indented(kernel.smem), "", "rings"]
         for name, ring in kernel.rings.items():
@@ -110,8 +134,16 @@ class Plan:
         ]
         lines += [f"  named barriers: {kernel.barriers}", "", "expected instructions"]
         lines += [f"  {claim}" for claim in kernel.expected()]
+        lines += ["", "cost", *_indented(self.ledger)]
         lines += ["", f"kernel   {self.why}"]
         return "\n".join(lines)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this is predicted to cost, by step and pipe; printable."""
+        from .ledger.page import Ledger
+
+        return Ledger(self, self.sizes)
 
     @property
     def why(self) -> str:
@@ -130,17 +162,21 @@ def _alignment(variant: Variant) -> str:
     return "by raw indices: query 0 meets key 0 (top-left)"
 
 
-def _softmax(variant: Variant) -> str:
+def _softmax(plan: Plan) -> str:
     """How scores become weights, and what a row that sees nothing gives."""
+    variant, online = plan.variant, "online, base 2"
+    if plan.bounded:
+        low, high = limits(variant.score)
+        online = f"base 2, without a maximum: scores lie within {low:g} and {high:g}"
     if variant.weight is not None:
         text = "element by element, nothing is normalised; no LSE; empty rows give 0"
     elif variant.sink is not None:
         text = (
-            f"online, base 2, with the sink t{variant.sink} as one more logit; LSE natural; empty "
+            f"{online}, with the sink t{variant.sink} as one more logit; LSE natural; empty "
             "rows give 0 and the sink"
         )
     else:
-        text = "online, base 2; LSE natural; empty rows give 0 and -inf"
+        text = f"{online}; LSE natural; empty rows give 0 and -inf"
     return text + ("; then the epilogue" if variant.epilogue is not None else "")
 
 

@@ -1,16 +1,16 @@
 """Measurement records: what ran where, as JSON.
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
-name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`
-(`ScheduleRow`), `ladder` (`LadderRow`) or `call` (`CallRow`). One marked `partial` holds what was
-measured before a run ended early; no table is made from it.
+name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune` and
+`table` (`ScheduleRow`), `ladder` (`LadderRow`) or `call` (`CallRow`). One marked `partial` holds
+what was measured before a run ended early; no table is made from it.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,10 @@ class GemmRow:
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """One schedule's time on one problem; `spills` in bytes a thread, units as for `Row`."""
+    """One schedule's time on one problem; units as for `Row`.
+
+    `schedule` has the fields of a `Schedule`, as far as it had them when this was measured.
+    """
 
     variant: str
     dtype: str
@@ -101,21 +104,15 @@ class ScheduleRow:
     batch: int
     heads: int
     kv_heads: int
-    tile_m: int
-    tile_n: int
-    stages: int
-    consumers: int
-    overlap: str
-    cluster: tuple[int, int]
-    head_group: int
-    spills: int
+    schedule: dict[str, Any]
     ms: float
     tflops: float
     samples: tuple[float, ...]
 
     def follows(self, schedule: Any) -> bool:
-        """Whether this row is of that schedule."""
-        return all(getattr(self, name) == value for name, value in asdict(schedule).items())
+        """Whether this row is of that schedule; a field that it lacks had the default then."""
+        defaults = {each.name: each.default for each in fields(schedule)}
+        return defaults | self.schedule == asdict(schedule)
 
 
 @dataclass(frozen=True)
@@ -194,16 +191,29 @@ class Record:
         return cls(content["meta"], tuple(_row(fields) for fields in content["rows"]))
 
 
-def _row(fields: dict[str, Any]) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow:
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    if "step" in fields:
-        return CallRow(**fields)
-    if "rung" in fields:
-        return LadderRow(**fields)
-    if "overlap" in fields:
-        # The first records have one head size, of Q, K and V.
-        return ScheduleRow(**{"head_dim_v": fields["head_dim"], **fields})
-    return GemmRow(**fields) if "cluster" in fields else Row(**fields)
+def _row(written: dict[str, Any]) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow:
+    read = _tuples(written)
+    if "step" in read:
+        return CallRow(**read)
+    if "rung" in read:
+        return LadderRow(**read)
+    if "schedule" in read:
+        return ScheduleRow(**{**read, "schedule": _tuples(read["schedule"])})
+    if "overlap" in read:
+        return _first_kind(read)
+    return GemmRow(**read) if "cluster" in read else Row(**read)
+
+
+def _tuples(written: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in written.items()}
+
+
+def _first_kind(read: dict[str, Any]) -> ScheduleRow:
+    """A row of the first records: one head size, the schedule's fields among the others, spills."""
+    own = {each.name for each in fields(ScheduleRow)}
+    schedule = {name: v for name, v in read.items() if name not in own and name != "spills"}
+    rest = {name: v for name, v in read.items() if name in own}
+    return ScheduleRow(**{"head_dim_v": rest["head_dim"], **rest, "schedule": schedule})
 
 
 def place(meta: dict[str, Any], out: Path | None = None, kind: str = "bench") -> Path:
@@ -216,15 +226,22 @@ def place(meta: dict[str, Any], out: Path | None = None, kind: str = "bench") ->
     return (out or DATA) / f"{kind}-{timing}{device}-{moment}.json"
 
 
-def newest(folder: Path = DATA, kind: str = "bench") -> Record | None:
-    """The latest complete burst record by its own date, or None where there is none yet."""
+def newest(folder: Path = DATA, kind: str = "bench", timing: str = "burst") -> Record | None:
+    """The latest complete record of a timing by its own date, or None where there is none yet."""
     records = (Record.read(path) for path in sorted(folder.glob(f"{kind}-*.json")))
     whole = [
         record
         for record in records
-        if record.meta.get("timing", "burst") == "burst" and not record.meta.get("partial")
+        if record.meta.get("timing", "burst") == timing and not record.meta.get("partial")
     ]
     return max(whole, key=lambda record: record.meta["date"], default=None)
+
+
+def sustained_beside(record: Record, folder: Path = DATA, kind: str = "bench") -> Record | None:
+    """The newest sustained record of the same commit, if there is one."""
+    found = newest(folder, kind, "sustained")
+    same = found is not None and found.meta["commit"] == record.meta["commit"]
+    return found if same else None
 
 
 def collect(commit: str | None = None, allow_dirty: bool = False) -> dict[str, Any]:

@@ -80,15 +80,16 @@ def compare(
     variant: Variant,
     scale: float,
     result: tuple[torch.Tensor, torch.Tensor | None],
+    chosen: list[Place] | None = None,
 ) -> Mismatch | None:
-    """The worst mismatch of (out, lse) in sampled rows; None where all is right.
+    """The worst mismatch of (out, lse) in sampled or chosen rows; None where all is right.
 
     Shape: as `attention_with_lse`.
     """
     with torch.no_grad():
         numbers = [
             one
-            for place in places(q.shape, k.shape[1], q.device)
+            for place in (places(q.shape, k.shape[1], q.device) if chosen is None else chosen)
             for one in _of_head((q, k, v), variant, scale, place, result)
         ]
     worst = max(numbers, key=lambda one: one.largest, default=None)

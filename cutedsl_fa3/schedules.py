@@ -2,10 +2,14 @@
 
 Rows are tried from the top; the first whose head sizes and needs match is taken. What a variant
 needs of registers decides: scores and element loads live beside the accumulators, and three
-warpgroups leave 160 registers each where two leave 240. "spills" is what the compiler says. Speeds
-are TFLOP/s at S = 8192, bf16, of full attention unless another variant is named. Those of "nothing"
-at 64 and of "uniform" at 128 stand in notebooks/data/tune-h200-20261129-195356.json; the others
-were seen in one sweep on an H200 that kept no record, so `tune` should confirm them.
+warpgroups leave 160 registers each where two leave 240. "spills" is what the compiler says.
+
+`python -m cutedsl_fa3 tune --table` measures every row beside its alternatives, all in one record.
+A row that names a record says what `evidence.why` makes of it: TFLOP/s with the variants that it
+serves (`evidence.VARIANTS`, in that order), then the speed of the best others over its own. It is
+the fastest there or within 1% of it; a test holds both. The rows without were seen in one sweep on
+an H200 that kept no record: TFLOP/s at S = 8192, bf16, of full attention unless another variant is
+named, of this row and of other choices.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from .variant.describe import most_spans
 class Row:
     """A schedule for tiles of up to these head sizes, for variants that need no more than `needs`.
 
-    `why`: TFLOP/s of this row; of other choices.
+    `record` is the file in notebooks/data that chose it, `why` what that says.
     """
 
     head_dim: int
@@ -33,6 +37,18 @@ class Row:
     consumers: int
     overlap: Overlap
     why: str
+    record: str = ""
+
+    def schedule(self, masked: bool) -> Schedule:
+        """The whole schedule, for variants with or without a mask."""
+        return Schedule(
+            tile_m=self.tile_m,
+            tile_n=self.tile_n,
+            stages=2,
+            consumers=self.consumers,
+            overlap=self.overlap,
+            head_group=HEAD_GROUP if masked else 1,
+        )
 
 
 NEEDS = ("nothing", "light", "uniform", "elements", "much")
@@ -40,8 +56,10 @@ LIGHT = 3  # operations of one instruction each, beyond which a score is not "li
 SIMPLE = ("add", "sub", "mul", "neg", "to_float")
 MUCH = 8  # operations on floats, beyond which a score counts as "much"
 
+FIRST = "tune-h200-20261129-195356.json"
+
 TABLE = (
-    Row(64, 64, "nothing", 192, 128, 3, "both", "549; 128 x 128 by two warpgroups: 445"),
+    Row(64, 64, "nothing", 192, 128, 3, "both", "549 509; overlap intra 0.99", FIRST),
     Row(64, 64, "light", 192, 128, 3, "both", "causal ALiBi 422; 128 x 128 by two: 370"),
     Row(64, 64, "uniform", 128, 128, 2, "intra", "192 x 128 spills with `or` or a tanh"),
     Row(64, 64, "elements", 128, 112, 2, "intra", "a bias by distance 252; tile_n 128: 240"),
@@ -49,7 +67,7 @@ TABLE = (
     Row(96, 96, "uniform", 128, 128, 2, "intra", "568; tile_n 160: 548; 192 x 80 by three: 578"),
     Row(96, 96, "elements", 128, 112, 2, "intra", "a bias by distance 312; tile_n 128: 310"),
     Row(96, 96, "much", 128, 96, 2, "intra", "tile_n 128 spills with 20 operations a score"),
-    Row(128, 128, "uniform", 128, 128, 2, "intra", "661; tile_n 112: 605, 160: 603, 176: 232"),
+    Row(128, 128, "uniform", 128, 128, 2, "intra", "661 646; overlap both 1.00", FIRST),
     Row(128, 128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if a mask loads elements"),
     Row(128, 128, "much", 128, 96, 2, "intra", "tile_n 112 spills with 20 operations a score"),
     Row(192, 128, "uniform", 128, 128, 2, "intra", "757; tile_n 112: 636, 96: 608"),
@@ -103,12 +121,4 @@ def serving_row(variant: Variant, problem: Problem) -> Row:
 
 def default_schedule(variant: Variant, problem: Problem) -> Schedule:
     """The schedule of the row that serves this variant and problem."""
-    row = serving_row(variant, problem)
-    return Schedule(
-        tile_m=row.tile_m,
-        tile_n=row.tile_n,
-        stages=2,
-        consumers=row.consumers,
-        overlap=row.overlap,
-        head_group=1 if variant.mask is None else HEAD_GROUP,
-    )
+    return serving_row(variant, problem).schedule(masked=variant.mask is not None)

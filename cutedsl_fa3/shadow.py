@@ -114,15 +114,15 @@ def first(
     asked = asked_for()
     if asked is None:
         return call
-    from .calls import WithoutScores, planned
+    from .calls import WithoutScores, plan_for
 
     if isinstance(call, WithoutScores):  # no kernel
         return call
-    plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule)
+    plan = plan_for(q, k, v, variant, schedule)
     kernel = (plan.key_text, q.device.type)
     if kernel in asked.right and not asked.every_call:
         return call
-    return Shadowed(call, asked, kernel, schedule)
+    return Shadowed(call, asked, kernel, plan.schedule if plan.tuned else schedule)
 
 
 class Shadowed:

@@ -9,11 +9,22 @@ from typing import Any
 
 from .cases import PLAIN, shown
 from .peers import OURS, PROVIDERS
-from .record import DATA, ROOT, CallRow, GemmRow, Record, RecordError, Row, newest
+from .record import (
+    DATA,
+    ROOT,
+    CallRow,
+    GemmRow,
+    Record,
+    RecordError,
+    Row,
+    newest,
+    sustained_beside,
+)
 
 README = ROOT / "README.md"
 NOTHING = "Nothing recorded yet: {} on an SM90 GPU writes a record and this table.\n"
 COMPARED = "fa4"  # the peer whose error stands beside ours
+SUSTAINED = "`sustained`: {} in windows at the power limit, of a run of its own."
 
 
 def refreshed(text: str, folder: Path = DATA) -> str:
@@ -22,7 +33,9 @@ def refreshed(text: str, folder: Path = DATA) -> str:
     Raises: RecordError when a table's markers are missing.
     """
     for kind, table in TABLES.items():
-        text = filled(text, kind, table(newest(folder, kind)))
+        record = newest(folder, kind)
+        sustained = None if record is None else sustained_beside(record, folder, kind)
+        text = filled(text, kind, table(record, sustained))
     return text
 
 
@@ -39,28 +52,36 @@ def filled(text: str, name: str, content: str) -> str:
     return f"{before}{start}\n{content}{end}{after}"
 
 
-def attention_table(record: Record | None) -> str:
-    """TFLOP/s per provider, how fast and how exact ours is beside the peers, and the origin."""
+def attention_table(record: Record | None, sustained: Record | None = None) -> str:
+    """TFLOP/s per provider, how fast and how exact ours is beside the peers, and the origin.
+
+    With a sustained record of the same commit also how fast it is under sustained load.
+    """
     if record is None:
         return NOTHING.format("`make bench`")
     names = [name for name in PROVIDERS if any(row.provider == name for row in record.rows)]
-    ratios = ["speed / best peer", f"error / {COMPARED}"]
+    ratios = ["speed / best peer", *(["sustained"] if sustained else []), f"error / {COMPARED}"]
     head = ["variant", "dtype", "head_dim", "seqlen", *names, *ratios]
     note = (
         "TFLOP/s of the forward, median of bursts; providers take turns in an order drawn anew "
         "each round, so only ratios within a row mean something. Speed and error are ours over "
         f"that of the fastest peer and of {COMPARED}; errors are the largest against fp64 in the "
         "same sampled rows, so below 1 is more exact. `-`: not offered or not there."
+        f"{' ' + SUSTAINED.format('speed over the best peer') if sustained else ''}"
     )
-    return _table(record, note, head, _attention_cells(record.rows, names))
+    return _table(record, note, head, _attention_cells(record.rows, names, sustained))
 
 
-def variants_table(record: Record | None) -> str:
-    """What each variant costs beside our own plain causal and beside the peers, and the origin."""
+def variants_table(record: Record | None, sustained: Record | None = None) -> str:
+    """What each variant costs beside our own plain causal and beside the peers, and the origin.
+
+    With a sustained record of the same commit also what it costs under sustained load.
+    """
     if record is None:
         return NOTHING.format("`python -m cutedsl_fa3 bench-variants`")
     peers = [n for n in PROVIDERS if n != OURS and any(row.provider == n for row in record.rows)]
     head = ["variant", "dtype", "head_dim", "seqlen", "ms", "TFLOP/s", f"time / {PLAIN}"]
+    head += ["sustained"] if sustained else []
     for name in peers:
         head += [f"{name} ms", f"{name} / ours"]
     sizes = dict.fromkeys(f"batch {row.batch}, {row.heads} heads" for row in record.rows)
@@ -70,11 +91,13 @@ def variants_table(record: Record | None) -> str:
         f"pairs, causal as half of all; `time / {PLAIN}` is our time over that of our own plain "
         "causal, and beside a peer's time stands its time over ours. `flex` is its kernel alone, "
         "its block mask made outside of the time; ours finds its tiles within it. `-`: not offered."
+        f"{' `flex_fa4` is the same on the kernel of FA4.' if 'flex_fa4' in peers else ''}"
+        f"{' ' + SUSTAINED.format(f'time / {PLAIN}') if sustained else ''}"
     )
-    return _table(record, note, head, _variant_cells(record.rows, peers))
+    return _table(record, note, head, _variant_cells(record.rows, peers, sustained))
 
 
-def gemm_table(record: Record | None) -> str:
+def gemm_table(record: Record | None, sustained: Record | None = None) -> str:
     """TFLOP/s by cluster and depth, the best depth as a share of cuBLAS, and the origin."""
     if record is None:
         return NOTHING.format("`make bench-gemm`")
@@ -92,7 +115,7 @@ def gemm_table(record: Record | None) -> str:
     return _table(record, note, head, _gemm_cells(ours, depths, cublas))
 
 
-def call_table(record: Record | None) -> str:
+def call_table(record: Record | None, sustained: Record | None = None) -> str:
     """What the host spends on a call, cached and first, in lines, and the origin."""
     if record is None:
         return NOTHING.format("`python -m cutedsl_fa3 bench-call`")
@@ -131,16 +154,25 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _attention_cells(rows: tuple[Row, ...], names: list[str]) -> Iterable[list[str]]:
+def _attention_cells(
+    rows: tuple[Row, ...], names: list[str], sustained: Record | None
+) -> Iterable[list[str]]:
     """A line for each problem, in the record's order."""
+    held = _by_problem(sustained.rows) if sustained else {}
+    for problem, found in _by_problem(rows).items():
+        row = next(iter(found.values()))
+        speeds = (f"{found[name].tflops:.0f}" if name in found else "-" for name in names)
+        ratios = [_speed(found), *([_speed(held.get(problem, {}))] if sustained else [])]
+        yield [row.variant, row.dtype, *_sizes(row), *speeds, *ratios, _error(found)]
+
+
+def _by_problem(rows: tuple[Row, ...]) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """The rows of a forward by problem, then by provider, in the record's order."""
     by_problem: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row.direction == "forward":
             by_problem.setdefault(row.problem, {})[row.provider] = row
-    for found in by_problem.values():
-        row = next(iter(found.values()))
-        speeds = (f"{found[name].tflops:.0f}" if name in found else "-" for name in names)
-        yield [row.variant, row.dtype, *_sizes(row), *speeds, *_ratios(found)]
+    return by_problem
 
 
 def _sizes(row: Row) -> tuple[str, str]:
@@ -149,26 +181,42 @@ def _sizes(row: Row) -> tuple[str, str]:
     return shown((row.head_dim, row.head_dim_v)), " x ".join(map(str, lengths))
 
 
-def _variant_cells(rows: tuple[Row, ...], peers: list[str]) -> Iterable[list[str]]:
+def _variant_cells(
+    rows: tuple[Row, ...], peers: list[str], sustained: Record | None
+) -> Iterable[list[str]]:
     """A line for each variant and size that we have a time for, in the record's order."""
-    times = {(row.problem, row.provider): row.ms for row in rows}
+    times = _times(rows)
     for row in (row for row in rows if row.provider == OURS):
-        plain = times.get((replace(row, variant=PLAIN).problem, OURS))
         cells = [row.variant, row.dtype, *_sizes(row), f"{row.ms:.3f}", f"{row.tflops:.0f}"]
-        cells += [f"{row.ms / plain:.2f}" if plain else "-"]
+        cells += [_cost(row, times)]
+        cells += [_cost(row, _times(sustained.rows))] if sustained else []
         for peer in peers:
             ms = times.get((row.problem, peer))
             cells += [f"{ms:.3f}", f"{ms / row.ms:.2f}"] if ms else ["-", "-"]
         yield cells
 
 
-def _ratios(found: dict[str, Row]) -> list[str]:
-    """Our speed over the best peer's, and our error over that of the peer to compare with."""
+def _times(rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
+    return {(row.problem, row.provider): row.ms for row in rows}
+
+
+def _cost(row: Row, times: dict[tuple[Any, ...], float]) -> str:
+    """Our time over that of our own plain causal of the same sizes."""
+    plain = times.get((replace(row, variant=PLAIN).problem, OURS))
+    ours = times.get((row.problem, OURS))
+    return f"{ours / plain:.2f}" if ours and plain else "-"
+
+
+def _speed(found: dict[str, Row]) -> str:
+    """Our speed over the best peer's."""
+    ours, speeds = found.get(OURS), [row.tflops for name, row in found.items() if name != OURS]
+    return f"{ours.tflops / max(speeds):.2f}" if ours and speeds else "-"
+
+
+def _error(found: dict[str, Row]) -> str:
+    """Our error over that of the peer to compare with."""
     ours, peer = found.get(OURS), found.get(COMPARED)
-    speeds = [row.tflops for name, row in found.items() if name != OURS]
-    speed = f"{ours.tflops / max(speeds):.2f}" if ours and speeds else "-"
-    error = f"{ours.max_error / peer.max_error:.2f}" if ours and peer and peer.max_error else "-"
-    return [speed, error]
+    return f"{ours.max_error / peer.max_error:.2f}" if ours and peer and peer.max_error else "-"
 
 
 def _gemm_cells(ours: list[GemmRow], depths: list[int], cublas: GemmRow) -> Iterable[list[str]]:
@@ -186,7 +234,7 @@ def _cluster(row: GemmRow) -> str:
     return f"{m} x {n}"
 
 
-TABLES: dict[str, Callable[[Record | None], str]] = {
+TABLES: dict[str, Callable[[Record | None, Record | None], str]] = {
     "bench": attention_table,
     "variants": variants_table,
     "gemm": gemm_table,

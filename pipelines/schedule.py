@@ -31,6 +31,8 @@ class Schedule:
     interleaved so that their K and V stay in L2 (1: head after head). `persistent`: a CTA a
     multiprocessor, which draws tile after tile, instead of a CTA a tile. `store`: the output goes
     by "tma" through shared memory, or "direct" from registers, and needs no shared memory then.
+    `early`: with "intra" or "both", how many eighths of a tile's exponentials are computed before
+    the wait for the product with V that runs meanwhile; 0 leaves it to the compiler.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -45,13 +47,14 @@ class Schedule:
     head_group: int = 8
     persistent: bool = False
     store: Store = "tma"
+    early: int = 0
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
-        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group"):
+        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group", "early"):
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
@@ -77,6 +80,7 @@ class Schedule:
         )
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
         need(isinstance(self.persistent, bool), "persistent", "True or False")
+        need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
 
     @property
@@ -93,5 +97,6 @@ class Schedule:
         return (
             f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.consumers} consumer "
             f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}, "
-            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, store {self.store}"
+            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, store {self.store}, "
+            f"early {self.early}/8"
         )

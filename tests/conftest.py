@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def table_alone() -> Iterator[None]:
+    """What was tuned on this machine decides no test."""
+    from cutedsl_fa3 import tuned
+
+    with tuned.set_aside():
+        yield
 
 
 @pytest.fixture

@@ -224,7 +224,7 @@ def test_our_own_wrong_result_is_an_error() -> None:
         measure(SMALL, [ours], Timing("test", 0, 8, 7, Clock()), print, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["flex", "cudnn", "fa2"])
+@pytest.mark.parametrize("name", ["flex", "flex_fa4", "cudnn", "fa2"])
 @pytest.mark.parametrize("variant", ["sigmoid", "sink"])
 def test_torchs_kernels_decline_another_softmax(name: str, variant: str) -> None:
     inputs = Case(variant, "bf16", 64, 64, 32, 32, 1, 2, 2).inputs("cpu")

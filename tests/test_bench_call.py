@@ -39,7 +39,9 @@ def pretended(monkeypatch):
     monkeypatch.setattr(
         bench_call,
         "prepare",
-        lambda q, *rest: SimpleNamespace(out=q, lse=q, scale=1.0, launch=lambda *arguments: None),
+        lambda q, *rest: SimpleNamespace(
+            out=q, lse=q, scale=1.0, ctas=None, launch=lambda *arguments: None
+        ),
     )
     inputs = bench_call.inputs
     monkeypatch.setattr(bench_call, "inputs", lambda captures, device: inputs(captures, "cpu"))

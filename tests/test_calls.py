@@ -244,7 +244,8 @@ def test_a_parameter_whose_layout_allows_other_loads_gets_another_kernel(gpu):
     for other in (wide[:, 1:129], wide.T.contiguous().T[:, :128], torch.rand(4, 127)):
         parameter.data = other
         fa3.attention(q, q, q, variant)
-    assert ["pairs" in kernel for kernel in gpu.kernels] == [True, False]
+    assert ["pairs" in kernel for kernel in gpu.kernels] == [True, False, False]
+    assert ["dense" in kernel for kernel in gpu.kernels] == [True, True, False]
     assert len(gpu.launches) == 4
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from cutedsl_fa3 import audit as audit_module
-from cutedsl_fa3 import cache
+from cutedsl_fa3 import cache, tuned
 from cutedsl_fa3.cli import app
-from cutedsl_fa3.record import META, Record, Row
+from cutedsl_fa3.record import META, CallRow, GemmRow, Record, Row, ScheduleRow
+from cutedsl_fa3.tables import TABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -169,7 +171,7 @@ def test_bench_variants_writes_one_record_of_all_groups(
 
 
 def test_tune_writes_one_record_of_pairs_of_head_sizes(pretended, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("cutedsl_fa3.tune.measure", lambda case, *rest: [measured_row(case)])
+    monkeypatch.setattr("cutedsl_fa3.tuning.measure", lambda case, *rest: [measured_row(case)])
     result = run("tune", "--head-dims", "192x128,96", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.glob("tune-*.json")
@@ -199,6 +201,144 @@ def test_bench_leaves_what_it_measured_where_a_later_case_fails(
     record = Record.read(path)
     assert record.meta["partial"] is True
     assert [row.seqlen_q for row in record.rows] == [1024, 4096]
+
+
+@pytest.fixture
+def every_kind(pretended, monkeypatch) -> list[str]:
+    """Measurements of each kind that take no time; which timing each was asked for."""
+    asked: list[str] = []
+
+    def plain(case, providers, timing, *rest) -> list[Row]:
+        asked.append(timing.name)
+        return [measured_row(case)]
+
+    def together(cases, providers, timing, *rest) -> list[Row]:
+        asked.append(timing.name)
+        return [measured_row(case) for case in cases]
+
+    def gemm(size, chosen, timing, *rest) -> list[GemmRow]:
+        asked.append(timing.name)
+        sizes = {"m": 1, "n": 1, "k": 1, "dtype": "bf16", "tile_m": 1, "tile_n": 1, "stages": 1}
+        rest = {"consumers": 1, "cluster": (1, 1), "ms": 1.0, "tflops": 1.0, "max_error": 0.1}
+        return [GemmRow("cutedsl_fa3", **sizes, **rest, samples=(1.0,))]
+
+    monkeypatch.setattr("cutedsl_fa3.bench.measure", plain)
+    monkeypatch.setattr("cutedsl_fa3.bench.measure_together", together)
+    monkeypatch.setattr("cutedsl_fa3.bench_gemm.measure", gemm)
+    call = CallRow("cached call", 0, 1.0, (1.0,))
+    monkeypatch.setattr("cutedsl_fa3.bench_call.measure", lambda report: iter([call]))
+    return asked
+
+
+def test_bench_peers_writes_a_record_for_every_table_of_the_readme(every_kind, tmp_path) -> None:
+    result = run("bench", "--peers", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    written = sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
+    assert written == sorted(TABLES)
+    assert set(every_kind) == {"burst"}
+    for path in tmp_path.iterdir():
+        assert "partial" not in Record.read(path).meta
+
+
+def test_bench_peers_sustained_measures_both_timings_and_the_host_once(
+    every_kind, tmp_path: Path
+) -> None:
+    result = run("bench", "--peers", "--sustained", "--rounds", "4", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    names = sorted(path.name.partition("-device")[0] for path in tmp_path.iterdir())
+    of_kernels = ("bench", "gemm", "variants")
+    assert names == sorted(["call", *of_kernels, *(f"{kind}-sustained" for kind in of_kernels)])
+    half = len(every_kind) // 2
+    assert every_kind == ["burst"] * half + ["sustained"] * half
+
+
+def test_bench_peers_measures_the_chosen_tables_alone(every_kind, tmp_path: Path) -> None:
+    result = run("bench", "--peers", "--tables", "call,gemm", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"call", "gemm"}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--tables", "bench,speed"), "speed"),
+        (("--out", "one.json"), "one.json"),
+        (("--dtypes", "fp16"), "--dtypes fp16"),
+    ],
+)
+def test_bench_peers_refuses_before_anything_is_measured(every_kind, options, named) -> None:
+    result = run("bench", "--peers", *options)
+    assert result.exit_code == 2 and named in result.stderr
+    assert not every_kind
+
+
+def test_bench_peers_in_the_usual_place_also_writes_tables_and_bars(
+    every_kind, monkeypatch, tmp_path: Path
+) -> None:
+    done = []
+    monkeypatch.setattr("cutedsl_fa3.record.DATA", tmp_path)
+    monkeypatch.setattr("cutedsl_fa3.cli_bench._write_tables", lambda: done.append("tables"))
+    monkeypatch.setattr("cutedsl_fa3.cli_bench._draw", lambda: done.append("bars"))
+    result = run("bench", "--peers", "--tables", "call")
+    assert result.exit_code == 0, result.output
+    assert done == ["tables", "bars"] and len(list(tmp_path.iterdir())) == 1
+
+
+SHARED = {"--out", "--commit", "--allow-dirty"}
+
+
+@pytest.mark.parametrize(
+    ("command", "timed"),
+    [("bench", True), ("bench-variants", True), ("bench-gemm", True), ("bench-call", False)],
+)
+def test_every_measurement_takes_the_shared_options(command: str, timed: bool) -> None:
+    """The call has no rounds: it counts the host's time in samples of its own."""
+    (found,) = (
+        one
+        for one in app.registered_groups[0].typer_instance.registered_commands
+        if one.name == command
+    )
+    options = {f"--{name.replace('_', '-')}" for name in found.callback.__signature__.parameters}
+    assert options >= SHARED
+    assert ({"--rounds", "--seed", "--sustained"} <= options) == timed
+
+
+def test_what_was_tuned_here_is_set_aside_while_defaults_are_measured(
+    pretended, monkeypatch, tmp_path: Path
+) -> None:
+    aside = []
+
+    def measure(case, *rest) -> list[Row]:
+        aside.append(tuned._aside)
+        return [measured_row(case)]
+
+    monkeypatch.setattr("cutedsl_fa3.bench.measure", measure)
+    before = tuned._aside
+    run("bench", "--head-dims", "64", "--out", str(tmp_path))
+    assert set(aside) == {before + 1} and tuned._aside == before
+
+
+def test_tune_table_compiles_then_measures_what_is_left_in_one_record(
+    pretended, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        "cutedsl_fa3.evidence.compiled_ahead", lambda plans, workers, report: plans[:2]
+    )
+    seen = []
+
+    def measure(case, chosen, timing, *rest) -> list[ScheduleRow]:
+        seen.append((case.variant, timing.rounds))
+        return [
+            ScheduleRow(**vars(case), schedule=asdict(one), ms=1.0, tflops=1.0, samples=(1.0,) * 5)
+            for one in chosen
+        ]
+
+    monkeypatch.setattr("cutedsl_fa3.tuning.measure", measure)
+    result = run("tune", "--table", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("table-") and seen == [("full", 5), ("causal", 5)]
+    assert '64 nothing       holds  "1 1;' in result.output
 
 
 @pytest.mark.compile

@@ -236,7 +236,7 @@ def test_the_command_writes_page_and_pictures(tmp_path, monkeypatch):
 def test_drawing_without_matplotlib_names_the_extra(monkeypatch):
     import sys
 
-    gallery._figure_class.cache_clear()
+    gallery.figure_class.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: .*cutedsl-fa3\[plot\]"):

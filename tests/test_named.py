@@ -73,9 +73,8 @@ def test_an_unknown_variant_or_wrong_numbers_are_refused(name: str) -> None:
 
 
 def test_every_variant_of_the_record_has_an_example() -> None:
-    assert {name.partition(":")[0] for name in VARIANTS} == {
-        name.partition(":")[0] for name in EXAMPLES
-    }
+    kinds = {name.partition(":")[0] for name in EXAMPLES}
+    assert {name.partition(":")[0] for name in VARIANTS} == kinds - {"laborious"}
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 70))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,17 @@ import torch
 from cutedsl_fa3.cases import HEAD_DIMS, head_dims
 from cutedsl_fa3.cli_bench import NATIVE
 from cutedsl_fa3.peers import OURS
-from cutedsl_fa3.record import DATA, META, Record, RecordError, Row, collect, newest, place
+from cutedsl_fa3.record import (
+    DATA,
+    META,
+    Record,
+    RecordError,
+    Row,
+    collect,
+    newest,
+    place,
+    sustained_beside,
+)
 from cutedsl_fa3.tables import (
     README,
     TABLES,
@@ -184,6 +195,34 @@ def test_a_variant_stands_beside_our_own_causal_of_its_size_and_beside_the_peers
     assert "| alibi | bf16 | 192x128 | 4096 | 0.600 | 500 | 1.20 | - | - | - | - |" in lines
     assert "| sigmoid | bf16 | 64 | 4096 | 0.500 | 500 | 1.00 | - | - | - | - |" in lines
     assert "at batch 4, 16 heads." in variants_table(variants)
+    assert "FA4" not in variants_table(variants)
+    both = replace(variants, rows=(*variants.rows, replace(variants.rows[-2], provider="flex_fa4")))
+    assert "on the kernel of FA4" in variants_table(both)
+
+
+def test_the_readmes_tables_say_how_it_is_under_sustained_load_where_that_was_recorded(
+    record: Record, variants: Record, tmp_path: Path
+) -> None:
+    def slower(row: Row) -> Row:
+        return replace(row, tflops=row.tflops * (0.8 if row.provider == OURS else 1.0))
+
+    held = Record({**record.meta, "timing": "sustained"}, tuple(map(slower, record.rows)))
+    lines = attention_table(record, held).splitlines()
+    assert any("| speed / best peer | sustained | error / fa4 |" in line for line in lines)
+    assert "| causal | bf16 | 128 | 4096 | 600 | 640 | 620 | 0.94 | 0.75 | 0.90 |" in lines
+    assert "at the power limit" in lines[2]
+
+    costly = [replace(r, ms=r.ms * (2 if r.variant == "alibi" else 1)) for r in variants.rows]
+    lines = variants_table(variants, Record(held.meta, tuple(costly))).splitlines()
+    assert "| alibi | bf16 | 192x128 | 4096 | 0.600 | 500 | 1.20 | 2.40 | - | - | - | - |" in lines
+
+    record.write(tmp_path / "bench-burst.json")
+    assert sustained_beside(record, tmp_path) is None
+    held.write(tmp_path / "bench-sustained.json")
+    assert sustained_beside(record, tmp_path) == held and newest(tmp_path) == record
+    other = {**held.meta, "commit": "another", "date": "2026-12-30T00:00:00+00:00"}
+    Record(other, held.rows).write(tmp_path / "bench-sustained-other.json")
+    assert sustained_beside(record, tmp_path) is None
 
 
 def test_a_record_of_variants_is_of_a_kind_of_its_own(variants: Record, tmp_path: Path) -> None:
@@ -196,7 +235,7 @@ def test_a_record_of_variants_is_of_a_kind_of_its_own(variants: Record, tmp_path
 def test_without_a_record_each_table_says_which_command_writes_one() -> None:
     commands = {}
     for kind, table in TABLES.items():
-        text = table(None)
+        text = table(None, None)
         assert text.startswith("Nothing recorded yet: `")
         commands[kind] = text.split("`")[1]
     assert commands["variants"] == "python -m cutedsl_fa3 bench-variants"

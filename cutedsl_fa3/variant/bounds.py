@@ -40,15 +40,31 @@ class Runs:
         return self.ints.add(self.n_partial, self.n_full)
 
     def n_block(self, j: Any) -> Any:
-        """The j-th tile to visit: the partial ones first, each kind from left to right."""
+        """The j-th tile to visit: the partial ones first, each kind from right to left.
+
+        So the first rows of a tile of queries, which see the fewest keys to the right, are spared
+        the first tiles.
+        """
         ints = self.ints
         before: Any = 0
         block: Any = None
-        for start, count in (*self.partial, *self.full):
-            here = ints.add(start, ints.sub(j, before))
+        for start, count in (*reversed(self.partial), *reversed(self.full)):
+            last = ints.sub(ints.add(start, count), 1)
+            here = ints.sub(last, ints.sub(j, before))
             block = here if block is None else ints.where(ints.less(j, before), block, here)
             before = ints.add(before, count)
         return 0 if block is None else block
+
+    def has(self, n_block: Any) -> Any:
+        """Whether a tile is among those to visit."""
+        ints = self.ints
+        found: Any = False
+        for start, count in (*self.partial, *self.full):
+            inside = ints.and_(
+                ints.not_(ints.less(n_block, start)), ints.less(n_block, ints.add(start, count))
+            )
+            found = ints.or_(found, inside)
+        return found
 
 
 def _sum(ints: Integers, runs: Sequence[Span]) -> Any:

@@ -1,6 +1,7 @@
-"""Which floats of a graph are distances: integers that grow evenly with query and key, converted.
+"""Which values of a graph follow from distances: integers that grow evenly with query and key.
 
-A tile needs one conversion for each of them; its other elements follow by an addition.
+Where one is converted to a float, a tile needs one conversion; its other elements follow by an
+addition. Where captured tensors are read by them, elements at equal distances are one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ class Steps(NamedTuple):
     k: int
     magnitude: bool  # whether its absolute value is meant
 
+    def ahead(self, queries: int, keys: int) -> int:
+        """By how much it is larger so many queries and keys later."""
+        return self.q * queries + self.k * keys
+
 
 @lru_cache(maxsize=256)
 def distances(graph: Graph) -> dict[int, Steps]:
@@ -36,6 +41,22 @@ def distances(graph: Graph) -> dict[int, Steps]:
         steps = _steps(graph, Ref(inner))
         if steps is not None:
             found[number] = Steps(inner, *steps, magnitude)
+    return found
+
+
+@lru_cache(maxsize=256)
+def evenly_indexed(graph: Graph) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Loads, by node number, all of whose indices grow evenly: by how much with q and with k.
+
+    Those of which no two elements of a tile are the same are left out.
+    """
+    found = {}
+    for number, node in enumerate(graph.nodes):
+        if node.op != "load" or not node.depends >= {"q", "k"}:
+            continue
+        grows = tuple(_steps(graph, index) for index in node.operands)
+        if None not in grows and all(q == 0 or k == 0 for q, k in grows) is False:
+            found[number] = grows
     return found
 
 

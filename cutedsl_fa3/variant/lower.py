@@ -1,16 +1,15 @@
-"""The device reader of a graph: values of its nodes as CuTe scalars, at trace time.
+"""What a graph is made of on the device: CuTe scalars, at trace time.
 
 int is Int32, float is Float32, bool is Boolean; rounding and signs follow torch (`//` rounds down,
-`%` has the divisor's sign, minimum and maximum pass NaN on). `Lowering` evaluates a graph at the
-positions that a thread holds and computes nothing twice: what depends on neither query nor key is
-computed once per work tile, what depends on one of them once per row or column of the fragment.
+`%` has the divisor's sign, minimum and maximum pass NaN on). Here are the operations, the loads of
+captured tensors and the integers of key bounds; `device.py` evaluates graphs with them.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +17,12 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint8
+from cutlass._mlir.dialects import arith
 
-from . import approximations
+from . import approximations, shared
 from .bounds import QueryTile, Runs, key_sets, visit_runs
-from .distances import COLUMN, ELEMENT, ROW, distances
-from .graph import LARGEST, Graph, Node, Ref
+from .graph import LARGEST, Graph
 from .ops import Range
-from .pairs import offset_from_k, read_along_k
 from .summaries import Read, per
 from .tiles import Scan
 
@@ -63,16 +61,23 @@ def fmod(a: Any, b: Any) -> Any:
 
 def minimum(a: Any, b: Any) -> Any:
     """The smaller; NaN if either is NaN."""
-    if isinstance(a, Float32):
-        return select((a < b) | (a != a), a, b)
-    return select(a < b, a, b)
+    return _of_two(arith.minimumf, cutlass.min, a, b)
 
 
 def maximum(a: Any, b: Any) -> Any:
     """The larger; NaN if either is NaN."""
-    if isinstance(a, Float32):
-        return select((a > b) | (a != a), a, b)
-    return select(a > b, a, b)
+    return _of_two(arith.maximumf, cutlass.max, a, b)
+
+
+def _of_two(of_floats: Callable, of_ints: Callable, a: Any, b: Any) -> Any:
+    if isinstance(a, Float32) or isinstance(b, Float32):
+        return Float32(of_floats(Float32(a).ir_value(), Float32(b).ir_value()))
+    return of_ints(a, b)
+
+
+def fma(a: Any, b: Any, c: Any) -> Float32:
+    """a * b + c, rounded once."""
+    return cute.math.fma(Float32(a), Float32(b), Float32(c))
 
 
 def _truncate(a: Float32) -> Float32:
@@ -99,34 +104,46 @@ def reciprocal(a: Float32) -> Float32:
     return cute.math.rcp(a, approx=True, ftz=True)
 
 
-def _has_reciprocal(number: float) -> bool:
+def has_reciprocal(number: float) -> bool:
     """Whether 1 / number is a normal fp32 number, so that multiplying by it divides."""
     return 2.0**-126 <= abs(number) <= 2.0**126
 
 
-def _sigmoid(a: Float32) -> Float32:
-    return reciprocal(exp2(a * -LOG2_E) + 1.0)
-
-
-def _tanh(a: Float32) -> Float32:
-    """From an exponential: the unit's own tanh keeps 11 bits, too few for a score's exponent.
-
-    Near 0, where 1 - 2 / (e^2a + 1) cancels, from the series; both are within 1e-5 of the value.
-    """
-    far = 1.0 - 2.0 * reciprocal(exp2(a * (2.0 * LOG2_E)) + 1.0)
-    near = a * cute.math.fma(a * a, Float32(-1.0 / 3.0), Float32(1.0))
-    return select(absolute(a) < 0.04, near, far)
-
-
 APPROXIMATED = ("expm1", "log1p", "erf", "gelu", "gelu_tanh", "silu", "softplus")
-_UNIT = SimpleNamespace(
-    exp2=exp2, log2=log2, reciprocal=reciprocal, absolute=absolute, select=select
+UNIT = SimpleNamespace(
+    exp2=exp2,
+    log2=log2,
+    reciprocal=reciprocal,
+    absolute=absolute,
+    select=select,
+    fma=fma,
+    lesser=minimum,
 )
 
 
 def _from_the_unit(name: str) -> Callable:
     function = getattr(approximations, name)
-    return lambda a: function(a, _UNIT)
+    return lambda a: function(a, UNIT)
+
+
+def tanhs(arguments: list[Float32], exponents: list[Float32]) -> list[Float32]:
+    """From exponentials: the unit's own tanh keeps 11 bits, too few for a score's exponent.
+
+    Near 0, where 1 - 2 / (e^2a + 1) cancels, from the series; both are within 1e-5 of the value.
+    """
+    found = []
+    for a, far in zip(arguments, shared.steps(exponents, -1.0, 1.0, UNIT), strict=True):
+        near = a * fma(a * a, -1.0 / 3.0, 1.0)
+        found.append(select(absolute(a) < 0.04, near, far))
+    return found
+
+
+def _tanh(a: Float32) -> Float32:
+    return tanhs([a], [a * (2.0 * LOG2_E)])[0]
+
+
+def _sigmoid(a: Float32) -> Float32:
+    return shared.sigmoids([a * LOG2_E], UNIT)[0]
 
 
 def _approximate(function: Callable) -> Callable:
@@ -204,134 +221,6 @@ CAPTURE_ELEMENTS = {
 }
 
 
-class Lowering:
-    """One graph over the captured tensors of its variant, ready to be evaluated at positions.
-
-    `uniform` holds the inputs that are one value for the whole work tile (b, h, the lengths). What
-    follows from them alone is computed here, so create it where the work tile begins. `pairs` are
-    the captured tensors that can be read two keys at a time (see pairs.py).
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        captures: tuple[cute.Tensor, ...],
-        uniform: Mapping[str, Int32],
-        pairs: frozenset[int] = frozenset(),
-    ) -> None:
-        self.graph = graph
-        self.captures = captures
-        self._paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in pairs}
-        self._distances = distances(graph)
-        self._uniform: dict[int, Any] = {}
-        known = frozenset(uniform)
-        for number, node in enumerate(graph.nodes):
-            if node.depends <= known:
-                self._uniform[number] = self._compute(node, self._uniform.__getitem__, uniform)
-
-    def at(
-        self,
-        positions: Mapping[str, Any],
-        row: int,
-        column: int,
-        memo: dict,
-        in_pairs: bool = False,
-    ) -> Any:
-        """The result at one element, whose `positions` give score, q and k, or o, lse and q.
-
-        `row` and `column` name the element among those sharing `memo`: values that depend on one of
-        q and k only are found there. `in_pairs` says that each even column has an even k, and the
-        next column the next. `positions` may hold "origin", as (first q, first k, q's and k's
-        distance from them as Python ints): then distances become floats by one addition each. They
-        may hold "product", two factors of the score: what is added to it then costs one FMA.
-        """
-
-        def value(number: int) -> Any:
-            if number in self._uniform:
-                return self._uniform[number]
-            node = self.graph.nodes[number]
-            key = (
-                number,
-                None if node.depends.isdisjoint(ROW | ELEMENT) else row,
-                None if node.depends.isdisjoint(COLUMN | ELEMENT) else column,
-            )
-            if key in memo:
-                return memo[key]
-            if in_pairs and number in self._paired:
-                first = column - column % 2
-                both = self._pair(node, value, column % 2)
-                memo.update({(*key[:2], first + n): element for n, element in enumerate(both)})
-            elif number in self._distances and "origin" in positions:
-                memo[key] = self._distance(number, positions, memo)
-            else:
-                memo[key] = self._compute(node, value, positions)
-            return memo[key]
-
-        return value(self.graph.output)
-
-    def _added_to_score(self, node: Node) -> Any:
-        """What a node adds to the score or subtracts from it; None if it does something else."""
-        if node.op not in ("add", "sub"):
-            return None
-        first, second = node.args
-        if self._is_score(first) and not self._is_score(second):
-            return second
-        return first if node.op == "add" and self._is_score(second) else None
-
-    def _is_score(self, value: Any) -> bool:
-        if not isinstance(value, Ref):
-            return False
-        node = self.graph.nodes[value.id]
-        return node.op == "input" and node.args[0] == "score"
-
-    def _distance(self, number: int, positions: Mapping[str, Any], memo: dict) -> Float32:
-        """An integer that grows evenly with q and k, as a float: that of the tile's first, moved.
-
-        The conversion instruction is as slow as an exponential. Beyond 2^24 the result is rounded
-        twice.
-        """
-        steps = self._distances[number]
-        first_q, first_k, ahead_q, ahead_k = positions["origin"]
-        key = ("origin", steps.node)
-        if key not in memo:
-            first = {**positions, "q": first_q, "k": first_k}
-            memo[key] = Float32(self._at_once(steps.node, first))
-        moved = memo[key] + float(steps.q * ahead_q + steps.k * ahead_k)
-        return absolute(moved) if steps.magnitude else moved
-
-    def _at_once(self, number: int, positions: Mapping[str, Any]) -> Any:
-        """One node's value, nothing remembered."""
-        if number in self._uniform:
-            return self._uniform[number]
-        return self._compute(
-            self.graph.nodes[number], lambda n: self._at_once(n, positions), positions
-        )
-
-    def _pair(self, node: Node, value: Callable, ahead: int) -> tuple[Any, Any]:
-        """A load at an even k and at the next, `ahead` elements before the index it is given."""
-        indices = [value(a.id) if isinstance(a, Ref) else constant(a) for a in node.operands]
-        offset = offset_from_k(self.graph, node.args[-1])
-        indices[-1] = indices[-1] - ahead if ahead else indices[-1]
-        below = offset is not None and offset < 0
-        return load_pair(self.captures[node.args[0]], indices, node.dtype, below)
-
-    def _compute(self, node: Node, value: Callable, inputs: Mapping[str, Any]) -> Any:
-        if node.op == "input":
-            return inputs[node.args[0]]
-        if node.op == "const":
-            return KINDS[node.dtype](node.args[0])
-        if node.op == "div" and isinstance(node.args[1], float) and _has_reciprocal(node.args[1]):
-            return value(node.args[0].id) * (1.0 / node.args[1])
-        if "product" in inputs and (added := self._added_to_score(node)) is not None:
-            other = value(added.id) if isinstance(added, Ref) else constant(added)
-            other = -other if node.op == "sub" else other
-            return cute.math.fma(*inputs["product"], Float32(other))
-        operands = [value(a.id) if isinstance(a, Ref) else constant(a) for a in node.operands]
-        if node.op == "load":
-            return load(self.captures[node.args[0]], operands, node.dtype)
-        return LOWER[node.op](*operands)
-
-
 def constant(number: bool | int | float) -> Any:
     """A Python number as a scalar of its own type."""
     return KINDS[type(number).__name__](number)
@@ -344,14 +233,16 @@ def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
     read outside the tensor.
     """
     clamped = _clamped(capture, indices)
+    if clamped and isinstance(capture.stride[-1], int):  # the row's address first, then its element
+        row = capture[(*clamped[:-1], None)]
+        return _typed(row[clamped[-1]], dtype)
     return _typed(capture[clamped] if clamped else capture[0], dtype)
 
 
 def _clamped(capture: cute.Tensor, indices: list[Int32]) -> tuple[Int32, ...]:
     extents = capture.shape[: len(indices)]  # a scalar is passed as one element
     return tuple(
-        select(i < 0, Int32(0), select(i < size, i, size - 1))
-        for i, size in zip(indices, extents, strict=True)
+        maximum(minimum(i, size - 1), Int32(0)) for i, size in zip(indices, extents, strict=True)
     )
 
 

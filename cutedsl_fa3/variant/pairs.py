@@ -1,8 +1,9 @@
-"""Captured tensors that can be read two neighbouring keys at a time.
+"""Layouts of captured tensors that make reading them cheap: two keys at a time, or no stride.
 
 A thread's columns of an accumulator come in pairs of neighbours, the first even. An element read
 at exactly k, or k plus an even number, in the last dimension, lies beside that of the next column,
-and one load of twice the size reads both where its address allows it.
+and one load of twice the size reads both where its address allows it. Where neighbours in the last
+dimension are neighbours in memory, an address is a base plus an index, without a multiplication.
 """
 
 from __future__ import annotations
@@ -76,3 +77,24 @@ def pairs(variant: Variant) -> frozenset[int]:
         graph.nodes[i].args[0] for graph in variant.graphs.values() for i in read_along_k(graph)
     }
     return frozenset(number for number in read if pairable(variant.captures[number]))
+
+
+@lru_cache(maxsize=256)
+def _read_by_position(graph: Graph) -> frozenset[int]:
+    """The numbers of captured tensors whose last index depends on query or key."""
+    loads = (node for node in graph.nodes if node.op == "load" and node.operands)
+    return frozenset(
+        node.args[0]
+        for node in loads
+        if isinstance(node.args[-1], Ref)
+        and not graph.nodes[node.args[-1].id].depends.isdisjoint({"q", "k"})
+    )
+
+
+def dense(variant: Variant) -> frozenset[int]:
+    """The numbers of the captured tensors read by query or key whose neighbours are adjacent.
+
+    It depends on their layout at the time, so it is part of a kernel's key.
+    """
+    read = {number for graph in variant.graphs.values() for number in _read_by_position(graph)}
+    return frozenset(number for number in read if variant.captures[number].stride(-1) == 1)

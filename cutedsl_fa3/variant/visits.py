@@ -52,6 +52,25 @@ def all_visits(
 
     Shape: (batch, heads, m_blocks, n_blocks + 1) int32, on the captured tensors' device.
     """
+    decided = visited_tiles(mask, captures, batch, heads, seqlen_q, seqlen_k, tile_m, tile_n)
+    return _in_order(*decided).expand(batch, heads, -1, -1)
+
+
+def visited_tiles(
+    mask: Graph | None,
+    captures: Sequence[torch.Tensor],
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    tile_m: int,
+    tile_n: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each tile of queries visits each key tile, and with the element mask.
+
+    Shape: (batch or 1, heads or 1, m_blocks, n_blocks) bool, 1 where the mask does not depend on
+    it, on the captured tensors' device. A tile that is not visited may count as masked.
+    """
     device = captures[0].device if captures else torch.device("cpu")
     m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
 
@@ -77,7 +96,7 @@ def all_visits(
         shape = (b.shape[0], h.shape[0], m_blocks, n_blocks)
         return torch.as_tensor(condition, device=device).broadcast_to(shape)
 
-    return _in_order(whole(visited), whole(masked)).expand(batch, heads, -1, -1)
+    return whole(visited), whole(masked)
 
 
 def _in_order(visited: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

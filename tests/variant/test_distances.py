@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from on_cpu import for_each
 
 from cutedsl_fa3.variant import Variant, seqlen_k, seqlen_q
+from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.distances import distances
 from cutedsl_fa3.variant.evaluate import evaluate
-from cutedsl_fa3.variant.lower import Lowering
 
 TABLE = torch.arange(64)
 

@@ -19,7 +19,7 @@ from cutedsl_fa3 import masks, scores
 from cutedsl_fa3.audit import census_of, disassemble
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.errors import VariantError
-from cutedsl_fa3.variant import Graph, Ref, Variant, lower, seqlen_k, seqlen_q
+from cutedsl_fa3.variant import Graph, Ref, Variant, device, lower, seqlen_k, seqlen_q
 from cutedsl_fa3.variant.bounds import PythonIntegers, QueryTile, key_sets, visit_runs
 from cutedsl_fa3.variant.evaluate import evaluate
 from cutedsl_fa3.variant.graph import CAPTURE_DTYPES, Builder
@@ -400,7 +400,7 @@ def fragment_calls(function, rows: int, cols: int, *names: str) -> dict[str, int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower, "KINDS", {"bool": bool, "int": int, "float": float})
         calls = counting(patch, *names)
-        reader = lower.Lowering(graph, (), {"b": 1, "h": 2, "seqlen_q": 50, "seqlen_k": 60})
+        reader = device.Lowering(graph, (), {"b": 1, "h": 2, "seqlen_q": 50, "seqlen_k": 60})
         memo: dict = {}
         for r in range(rows):
             for c in range(cols):

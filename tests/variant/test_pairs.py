@@ -16,10 +16,11 @@ from on_cpu import for_each, launchable
 from cutedsl_fa3.audit import census_of, disassemble
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.variant import Variant
+from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.evaluate import evaluate
 from cutedsl_fa3.variant.graph import CAPTURE_DTYPES
-from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, Lowering
-from cutedsl_fa3.variant.pairs import pairable, pairs, read_along_k
+from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS
+from cutedsl_fa3.variant.pairs import dense, pairable, pairs, read_along_k
 
 BIAS = torch.randn(2, 3, 20, 34)
 DOC = torch.randint(-(2**31), 2**31, (34,))
@@ -92,6 +93,24 @@ def test_only_tensors_that_some_function_reads_along_k_count():
     )
     assert pairs(variant) == {0, 2}
     assert [variant.captures[i] is t for i, t in ((0, BIAS), (2, DOC))] == [True, True]
+
+
+DENSE = {
+    "by key": (lambda t, q, k, h: t[h, k], True),
+    "by query": (lambda t, q, k, h: t[h, q], True),
+    "by distance": (lambda t, q, k, h: t[h, k - q + 4], True),
+    "by head": (lambda t, q, k, h: t[k, h], False),
+    "by a number": (lambda t, q, k, h: t[k, 3], False),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_rows_are_dense_where_what_is_read_by_position_has_no_stride(name, stride):
+    function, read = DENSE[name]
+    table = torch.zeros(3, 16)[:, ::stride]
+    variant = Variant(lambda s, b, h, q, k: s + function(table, q, k, h))
+    assert dense(variant) == ({0} if read and stride == 1 else set())
 
 
 COLS = 4  # of a thread, in two pairs

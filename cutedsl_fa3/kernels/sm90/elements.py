@@ -13,19 +13,27 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
 from cutedsl_fa3.layouts import wgmma
-from cutedsl_fa3.variant import Variant
+from cutedsl_fa3.variant import Variant, shared
 from cutedsl_fa3.variant.bounds import QueryTile, Runs
-from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, Lowering, load, scan, select, visits
+from cutedsl_fa3.variant.device import Lowering
+from cutedsl_fa3.variant.fusion import composed, with_known_signs
+from cutedsl_fa3.variant.limits import in_base_2
+from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, load, scan, select, visits
+from cutedsl_fa3.variant.pairs import dense
 from cutedsl_fa3.variant.tiles import Scan
 
+from .bounded import BoundedSoftmax
 from .softmax import OnlineSoftmax, Weights
+
+Memo = tuple[dict, dict]  # values that elements of a tile share: of the score, of the mask
 
 
 class Elements:
     """A variant at one (batch, head): its functions with everything uniform already computed.
 
     `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
-    are left as they are when there is no score function, so that the scale costs nothing.
+    are left as they are when there is no score function, so that the scale costs nothing;
+    `bounded` scores (see bounded.py) are base-2 logarithms already.
     """
 
     def __init__(
@@ -36,32 +44,46 @@ class Elements:
         head: tuple[Int32, Int32],
         seqlens: tuple[Int32, Int32],
         pairs: frozenset[int] = frozenset(),
+        bounded: bool = False,
     ) -> None:
         self.variant = variant
         self.scale = scale
         self.seqlen_q, self.seqlen_k = seqlens
         uniform = {"b": head[0], "h": head[1], "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
         self.uniform, self.captures = uniform, captures
+        self.has_weight = variant.weight is not None
+        changed = composed(variant.score, variant.weight)
+        self.changes = None  # what stands in the accumulator, of the score; None: the raw product
+        self.bounded = bounded
+        if changed is not None:
+            changed = in_base_2(changed) if bounded else changed
+            known = with_known_signs(changed, variant.mask)
+            self.changes = Lowering(known, captures, uniform, pairs, exponent=not self.has_weight)
         lowered = {
-            role: Lowering(g, captures, uniform, pairs) for role, g in variant.graphs.items()
+            role: Lowering(graph, captures, uniform, pairs)
+            for role, graph in variant.graphs.items()
+            if role in ("mask", "epilogue")
         }
-        self.score, self.mask = lowered.get("score"), lowered.get("mask")
-        self.weight, self.epilogue = lowered.get("weight"), lowered.get("epilogue")
-        self.changes = self.score is not None or self.weight is not None
-        self.hidden = -Float32.inf if self.weight is None else Float32(0.0)
-        self.scale_log2 = Float32(LOG2_E) if self.changes else scale * LOG2_E
+        self.mask, self.epilogue = lowered.get("mask"), lowered.get("epilogue")
+        self.hidden = Float32(0.0) if self.has_weight else -Float32.inf
+        self.scale_log2 = Float32(1.0 if bounded else LOG2_E)
+        if self.changes is None:
+            self.scale_log2 = scale * LOG2_E
 
     @staticmethod
     def fake_captures(variant: Variant, pairs: frozenset[int]) -> tuple[cute.Tensor, ...]:
         """Stand-ins for the captured tensors, for compilation: rank and type, any extent.
 
-        Those of `pairs` can be read two neighbours at a time.
+        Those of `pairs` can be read two neighbours at a time; those that are read by query or key
+        and have dense rows keep these.
         """
-        made = []
+        made, adjacent = [], dense(variant)
         for number, tensor in enumerate(variant.captures):
             rank, size = max(1, tensor.dim()), tensor.element_size()
             shape = tuple(cute.sym_int() for _ in range(rank))
             strides = tuple(cute.sym_int64() for _ in range(rank))
+            if number in adjacent:
+                strides = (*strides[:-1], 1)
             if number in pairs:
                 size *= 2
                 shape = (*shape[:-1], cute.sym_int(divisibility=2))
@@ -88,9 +110,11 @@ class Elements:
 
     def softmax(self, rows: int) -> OnlineSoftmax | Weights:
         """What makes weights of the scores of the rows that one thread holds."""
-        if self.weight is not None:
+        if self.has_weight:
             return Weights()
-        scale = Float32(1.0) if self.changes else self.scale
+        if self.bounded:
+            return BoundedSoftmax(rows, self.sink())
+        scale = self.scale if self.changes is None else Float32(1.0)
         return OnlineSoftmax(rows, scale, self.scale_log2, self.sink())
 
     def sink(self) -> Float32 | None:
@@ -109,41 +133,57 @@ class Elements:
         Shape: acc_s (rows, cols) of this thread, at `places` within the tile whose first query and
         key are `corner`.
         """
-        if not masked and not self.changes:
+        if not masked and self.changes is None:
             return
-        memo: tuple[dict, dict, dict] = ({}, {}, {})
+        memo: Memo = ({}, {})
         first_q, first_k = corner[0] + places.row, corner[1] + places.col
         queries = [first_q + offset for offset in places.row_offsets]
         keys = [first_k + offset for offset in places.col_offsets]
-        for c in range(len(keys)):
+        together = 1 if masked else shared.TOGETHER  # a hidden key's NaN must not reach another
+        for first in range(0, len(keys), together):
+            columns = range(first, min(first + together, len(keys)))
             for r in range(len(queries)):
-                ahead = (places.row_offsets[r], places.col_offsets[c])
-                at = {"q": queries[r], "k": keys[c], "origin": (first_q, first_k, *ahead)}
-                at.update(self.uniform)
-                value = self.changed(acc_s[r, c], at, r, c, memo, in_pairs=True)
-                if masked:
-                    visible = self.visible(at, r, c, memo, in_pairs=True)
-                    value = select(visible, value, self.hidden)
-                acc_s[r, c] = value
+                elements = []
+                for c in columns:
+                    ahead = (places.row_offsets[r], places.col_offsets[c])
+                    at = {"q": queries[r], "k": keys[c], "origin": (first_q, first_k, *ahead)}
+                    elements.append(({**at, **self.uniform}, r, c))
+                raw = [acc_s[r, c] for c in columns]
+                values = self.changed_together(raw, elements, memo, in_pairs=True)
+                for value, (at, _, c) in zip(values, elements, strict=True):
+                    if masked:
+                        visible = self.visible(at, r, c, memo, in_pairs=True)
+                        value = select(visible, value, self.hidden)
+                    acc_s[r, c] = value
 
-    def changed(
-        self, raw: Float32, at: dict, r: int, c: int, memo: tuple, in_pairs: bool = False
-    ) -> Float32:
+    def changed(self, raw: Float32, at: dict) -> Float32:
         """What the score and the weight function make of a raw product."""
-        if not self.changes:
-            return raw
-        value = raw * self.scale
-        if self.score:
-            of_score = {"score": value, "product": (raw, self.scale)}
-            value = self.score.at({**at, **of_score}, r, c, memo[0], in_pairs)
-        if self.weight:
-            value = self.weight.at({**at, "score": value}, r, c, memo[1], in_pairs)
-        return value
+        return self.changed_together([raw], [(at, 0, 0)], ({}, {}))[0]
 
-    def visible(self, at: dict, r: int, c: int, memo: tuple, in_pairs: bool = False) -> Boolean:
+    def changed_together(
+        self,
+        raw: list[Float32],
+        elements: list[tuple[dict, int, int]],
+        memo: Memo,
+        in_pairs: bool = False,
+    ) -> list[Float32]:
+        """That of neighbours in a row whose keys are all visible: each has positions, row, col."""
+        if self.changes is None:
+            return raw
+        scored = [
+            ({**at, "score": product * self.scale, "product": (product, self.scale)}, r, c)
+            for product, (at, r, c) in zip(raw, elements, strict=True)
+        ]
+        return self.changes.together(scored, memo[0], in_pairs)
+
+    def visible(
+        self, at: dict, r: int = 0, c: int = 0, memo: Memo | None = None, in_pairs: bool = False
+    ) -> Boolean:
         """Whether the key lies inside the sequence and the mask shows it."""
         inside = at["k"] < self.seqlen_k
-        return inside & self.mask.at(at, r, c, memo[2], in_pairs) if self.mask else inside
+        if self.mask is None:
+            return inside
+        return inside & self.mask.at(at, r, c, {} if memo is None else memo[1], in_pairs)
 
     def finish(
         self, acc_o: cute.Tensor, lse: list[Float32] | None, first_q: Int32, places: wgmma.Places

@@ -97,8 +97,8 @@ class Again:
         The weight is 0 where it is not asked for, in the first attempt of a variant without score.
         """
         at = {"q": row, "k": key, **self.elements.uniform}
-        visible, p = self.elements.visible(at, 0, 0, ({}, {}, {})), Float32(0.0)
-        scored = self.elements.score is not None
+        visible, p = self.elements.visible(at), Float32(0.0)
+        scored = self.elements.variant.score is not None
         if visible and (attempt == 1 or scored):
             value = self.score(row, key)
             if cutlass.const_expr(lse is None):
@@ -118,7 +118,7 @@ class Again:
             for e in cutlass.range_constexpr(VECTOR):
                 raw = cute.math.fma(a[e], b[e], raw)
         at = {"q": row, "k": key, **self.elements.uniform}
-        return self.elements.changed(raw, at, 0, 0, ({}, {}, {}))
+        return self.elements.changed(raw, at)
 
     def whole(self, total: Float32, lse: Float32) -> Float32:
         """The sum of all weights: 1, but for roundings of the LSE."""

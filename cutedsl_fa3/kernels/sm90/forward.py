@@ -247,7 +247,8 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         """A work tile, computed alike by every role."""
         lengths = (io.q[1].shape[0], io.k[1].shape[0])
         variant, pairs = self.plan.variant, self.plan.pairs
-        elements = Elements(variant, io.captures, io.scale, (batch, head), lengths, pairs)
+        place, bounded = (batch, head), self.plan.bounded
+        elements = Elements(variant, io.captures, io.scale, place, lengths, pairs, bounded)
         runs = elements.runs(m_block, self.schedule.tile_m, self.schedule.tile_n)
         return Work(m_block, head, batch, elements, runs)
 
@@ -418,17 +419,21 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             ring_q, ring_k, ring_v, visits, some = self.along_words(
                 io, w, f, softmax, turns, ports, smem.visits
             )
+            taken = some
         else:
-            ring_q, ring_k, ring_v, some = self.along_runs(io, w, f, softmax, turns, ports)
+            group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+            ring_q, ring_k, ring_v, some = self.along_runs(io, w, f, softmax, turns, ports, group)
+            taken = w.runs.n_total > 0
         again, aliased = self.schedule.persistent, "o" in self.aliases
-        if some:
-            if cutlass.const_expr(again and not aliased):
+        if cutlass.const_expr(again and not aliased):
+            if taken:
                 q.release()
-            if cutlass.const_expr(self.schedule.intra):
+        if cutlass.const_expr(self.schedule.intra):
+            if some:
                 ring_v = self.last_values(f, ring_v)
         self.epilogue(io, smem, w, f, softmax, thread)
         if cutlass.const_expr(again and aliased):
-            if some:
+            if taken:
                 q.release()
         return ring_q, ring_k, ring_v, visits
 

@@ -6,7 +6,8 @@ One consumer's view of step j (MMAs are issued, then run while the warpgroup goe
     intra     QK(j+1), PV(j) running under softmax(j+1)
     pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
 
-Tiles that need the element mask come first, in a loop of their own. Where the visible tiles follow
+Tiles that need the element mask come first, in a loop of their own, but for those that the rows of
+one warpgroup do not see, which it passes over. Where the visible tiles follow
 from a few integers every role computes them (`along_runs`); where the producer decides tile by tile
 the consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the last.
 """
@@ -18,9 +19,15 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutedsl_fa3.layouts import wgmma
-from cutedsl_fa3.pipelines import take
+from cutedsl_fa3.pipelines import Turns, take
 
 END = -1
+
+
+def pass_turn(turns: Turns) -> None:
+    """Take a turn and issue nothing, so that all warpgroups take the same number."""
+    turns.wait()
+    turns.pass_on()
 
 
 class MainLoop:
@@ -30,7 +37,7 @@ class MainLoop:
     """
 
     @cute.jit
-    def along_runs(self, io, w, f, softmax, turns, ports):
+    def along_runs(self, io, w, f, softmax, turns, ports, group):
         """Attend to the tiles of `w.runs`, but for the last product with V if it overlaps.
 
         Returns the rings' ends, and whether there was any tile.
@@ -38,24 +45,57 @@ class MainLoop:
         s = self.schedule
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         partial, total = w.runs.n_partial, w.runs.n_total
-        n_block = cutlass.Int32(0)
+        n_block, first = cutlass.Int32(0), cutlass.Int32(0)
         if total > 0:
             ring_q.wait_and_advance()
-            step, first = (self.overlapped, 1) if s.intra else (self.serial, 0)
+            ring_k, ring_v, first = self.unseen(io, w, turns, ring_k, ring_v, group)
+            step = self.overlapped if s.intra else self.serial
             if cutlass.const_expr(s.intra):
-                n_block = w.runs.n_block(0)
-                self.record(io, w, 0, n_block, partial > 0)
-                ring_k = self.first_scores(w, f, softmax, ring_k, n_block, partial > 0)
-            for j in cutlass.range(first, partial, unroll=1):
+                if first < total:
+                    n_block = w.runs.n_block(first)
+                    self.record(io, w, first, n_block, first < partial)
+                    if cutlass.const_expr(turns is not None):
+                        if first > 0:
+                            pass_turn(turns)
+                    ring_k = self.first_scores(w, f, softmax, ring_k, n_block, first < partial)
+            start = first + 1 if s.intra else first
+            for j in cutlass.range(start, partial, unroll=1):
                 n_block = w.runs.n_block(j)
                 self.record(io, w, j, n_block, True)
                 ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, True)
             if cutlass.const_expr(self.ever_full):
-                for j in cutlass.range(cutlass.max(partial, first), total, unroll=1):
+                for j in cutlass.range(cutlass.max(partial, start), total, unroll=1):
                     n_block = w.runs.n_block(j)
                     self.record(io, w, j, n_block, False)
                     ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, False)
-        return ring_q, ring_k, ring_v, total > 0
+        return ring_q, ring_k, ring_v, first < total
+
+    @cute.jit
+    def unseen(self, io, w, turns, ring_k, ring_v, group):
+        """Pass over the first tiles as long as this warpgroup's rows see none of their keys.
+
+        Under causality that spares the upper rows of a work tile the keys of the lower ones, and
+        rows past the sequence everything. Later tiles that only other rows see are computed.
+        Returns the rings' ends and how many tiles these were.
+        """
+        s = self.schedule
+        strip = w.m_block * s.consumers + group
+        runs = w.elements.runs(strip, wgmma.ROWS, s.tile_n)
+        inside = strip * wgmma.ROWS < w.elements.seqlen_q
+        partial, total = w.runs.n_partial, w.runs.n_total
+        j, n_block = cutlass.Int32(0), cutlass.Int32(w.runs.n_block(0))
+        while (j < total) & ((inside & runs.has(n_block)) ^ True):
+            self.record(io, w, j, n_block, j < partial)
+            slot_k = ring_k.wait_and_advance()
+            slot_k.release()
+            if cutlass.const_expr(turns is not None):
+                if j > 0 or not s.intra:
+                    pass_turn(turns)
+            slot_v = ring_v.wait_and_advance()
+            slot_v.release()
+            j += 1
+            n_block = cutlass.Int32(w.runs.n_block(j))
+        return ring_k, ring_v, j
 
     @cute.jit
     def along_words(self, io, w, f, softmax, turns, ports, words):
@@ -117,7 +157,7 @@ class MainLoop:
         warpgroup.wait_group(1)
         slot_k.release()
         self.modify(w, f, acc_s, n_block, masked)
-        softmax.step(wgmma.as_rows_cols(acc_s))
+        softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early)
         warpgroup.wait_group(0)
         slot_v.release()
         f.round_p(acc_s)

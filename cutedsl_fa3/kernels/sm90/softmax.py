@@ -29,6 +29,7 @@ from cutedsl_fa3.layouts.wgmma import ROW_LANES
 from cutedsl_fa3.variant.lower import LN_2, LOG2_E, absolute, exp2, log2, select
 from cutedsl_fa3.variant.softmax import FAR, LARGEST
 
+EIGHTHS = 8
 CHAINS = 2  # independent maxima and sums per row, for instruction-level parallelism
 
 
@@ -52,8 +53,10 @@ class OnlineSoftmax:
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
 
-    def step(self, acc_s: cute.Tensor) -> None:
+    def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
         """Replace scores by probabilities in place; set `alpha` for the rescale of acc_o.
+
+        `early` eighths of them come before whatever waits next (see `finished`).
 
         Shape: acc_s (rows, cols) of this thread.
         """
@@ -77,6 +80,9 @@ class OnlineSoftmax:
                 p = exp2(cute.math.fma(acc_s[r, c], scale_log2, -shift))
                 acc_s[r, c] = p
                 sums[c % CHAINS] = sums[c % CHAINS] + p
+                if c == cols * early // EIGHTHS - 1:
+                    for chain in sums:
+                        finished(chain)
             total = sums[0]
             for chain in sums[1:]:
                 total = total + chain
@@ -136,6 +142,20 @@ class OnlineSoftmax:
         return shrink / joined, (highest + log2(joined)) * LN_2, absolute(highest), joined
 
 
+def finished(value: Float32) -> None:
+    """Keep the computation of a value that is not below 0 in front of the next wait.
+
+    ptxas moves a wait for WGMMA up to where its operands are needed no more, and computes behind it
+    what could have run meanwhile. It leaves a volatile store where it is, even one that the value's
+    sign forbids.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred below; .reg .b32 address; mov.b32 address, 0; "
+        "setp.lt.f32 below, {$r0}, 0f00000000; @below st.volatile.shared.f32 [address], {$r0}; }",
+        read_only_args=[value],
+    )
+
+
 def _held(logit: Float32) -> Float32:
     """Within +-LARGEST; NaN stays."""
     logit = select(logit > LARGEST, Float32(LARGEST), logit)
@@ -145,7 +165,7 @@ def _held(logit: Float32) -> Float32:
 class Weights:
     """Weights that a variant's function has made of the scores; no row is normalised."""
 
-    def step(self, acc_s: cute.Tensor) -> None:
+    def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
         """Nothing: acc_s holds the weights already."""
 
     def rescale(self, acc_o: cute.Tensor) -> None:

@@ -18,8 +18,9 @@ from cutlass import Int32
 
 from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant import Graph
+from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.intervals import HIGHEST, LOWEST
-from cutedsl_fa3.variant.lower import Lowering, select
+from cutedsl_fa3.variant.lower import select
 from cutedsl_fa3.variant.summaries import summaries
 
 WARPS = 4  # of a CTA; each works alone

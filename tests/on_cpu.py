@@ -16,7 +16,7 @@ import pytest
 import torch
 from cutlass.cute.runtime import from_dlpack
 
-from cutedsl_fa3.variant import Graph, lower
+from cutedsl_fa3.variant import Graph, device, lower
 
 ROWS, COLS = 2, 2  # of the fragment whose elements share a memo, as one thread's do
 UNIFORM = ("b", "h", "seqlen_q", "seqlen_k")
@@ -93,7 +93,7 @@ def lowered(
         at = dict(zip(names, given, strict=False))
         uniform = {name: at[name][i] for name in UNIFORM}
         for graph, result in zip(graphs, results, strict=True):
-            reader = lower.Lowering(graph, given[len(names) :], uniform)
+            reader = device.Lowering(graph, given[len(names) :], uniform)
             memo = {}
             for r in range(ROWS):
                 for c in range(COLS):

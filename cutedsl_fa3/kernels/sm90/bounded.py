@@ -1,0 +1,45 @@
+"""The softmax of scores whose size is limited: no maximum, so nothing is rescaled.
+
+    p   = exp2(x)                x: base-2 scores in acc_s, within +-FARTHEST, or -inf
+    lse = log2(row_sum) / log2(e)
+
+What the scores say of themselves (`variant/limits.py`) takes the place of the running maximum. That
+saves a comparison, an FMA and a share of O's rescale for each score; P must be of a type that has
+fp32's range of exponents.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cutedsl_fa3.variant.lower import LN_2, exp2
+
+from .softmax import CHAINS, OnlineSoftmax
+
+
+class BoundedSoftmax(OnlineSoftmax):
+    """`OnlineSoftmax` of base-2 scores with a maximum of 0 that does not change."""
+
+    def __init__(self, rows: int, sink: Float32 | None = None) -> None:
+        super().__init__(rows, Float32(LN_2), Float32(1.0), sink)
+        self.row_max.fill(0.0)
+
+    def step(self, acc_s: cute.Tensor) -> None:
+        """Replace scores by weights in place.
+
+        Shape: acc_s (rows, cols) of this thread.
+        """
+        for r in range(self.rows):
+            sums = [self.row_sum[r]] + [Float32(0.0)] * (CHAINS - 1)
+            for c in range(cute.size(acc_s, mode=[1])):
+                p = exp2(acc_s[r, c])
+                acc_s[r, c] = p
+                sums[c % CHAINS] = sums[c % CHAINS] + p
+            total = sums[0]
+            for chain in sums[1:]:
+                total = total + chain
+            self.row_sum[r] = total
+
+    def rescale(self, acc_o: cute.Tensor) -> None:
+        """Nothing: the maximum does not grow."""

@@ -1,0 +1,436 @@
+"""How many instructions a variant's functions are, counted as the compiler shares them.
+
+A graph is evaluated at each score that a thread holds, on names instead of numbers: two evaluations
+with the same name are one instruction. Integers are sums of positions and a number, so that k - q
+has the same name wherever it has the same value; with it, a bias read by distance is loaded once
+for both rows of a thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from cutedsl_fa3.variant.distances import COLUMN, ELEMENT, ROW, distances
+from cutedsl_fa3.variant.fusion import (
+    capped,
+    composed,
+    lines,
+    multiples,
+    spoils_row,
+    varies,
+    with_known_signs,
+)
+from cutedsl_fa3.variant.graph import Graph, Node, Ref
+from cutedsl_fa3.variant.limits import in_base_2
+from cutedsl_fa3.variant.pairs import read_along_k
+
+from .rates import (
+    ADDED,
+    ALONE,
+    CLAMPED,
+    CLAMPED_PAIR,
+    DISTANCE,
+    DIVISOR,
+    FIRST_OF_PAIR,
+    HIDDEN,
+    INSIDE,
+    LIMITED,
+    LOADED,
+    LOADED_DENSE,
+    LOADED_PAIR,
+    NARROWED,
+    NEAR_ZERO,
+    OPS,
+    POSITION,
+    SCALED,
+    SHARED,
+    WIDENED,
+    Counts,
+)
+
+if TYPE_CHECKING:
+    from cutedsl_fa3.plans import Plan
+
+ROWS = (0, 8)  # of a thread, below its first one; source: layouts/wgmma.py
+VARIES = ROW | COLUMN | ELEMENT
+_INVERTED = 2.0**-126, 2.0**126  # divisors whose inverse multiplies; source: variant/lower.py
+
+
+def columns(tile_n: int) -> tuple[int, ...]:
+    """The columns of a thread, beyond its first one: pairs of neighbours in every eight."""
+    return tuple(c for first in range(0, tile_n, 8) for c in (first, first + 1))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An integer: named terms with their factors, plus a number."""
+
+    terms: frozenset[tuple[Any, int]]
+    number: int
+
+    def plus(self, other: Sum, factor: int = 1) -> Sum:
+        terms = Counter(dict(self.terms))
+        for name, times in other.terms:
+            terms[name] += factor * times
+        kept = frozenset((name, times) for name, times in terms.items() if times)
+        return Sum(kept, self.number + factor * other.number)
+
+    def times(self, factor: int) -> Sum:
+        return Sum(frozenset(), 0).plus(self, factor)
+
+
+def _named(name: Any) -> Sum:
+    return Sum(frozenset({(name, 1)}), 0)
+
+
+class Place(NamedTuple):
+    """A score of a thread: row and column of its share, and how far it lies beyond the first."""
+
+    row: int
+    column: int
+    ahead_q: int
+    ahead_k: int
+
+
+@dataclass
+class Tally:
+    """Instructions of one warp for a whole tile, each named value once."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    numbers: dict[Any, int] = field(default_factory=dict)
+
+    def once(self, name: Any, counts: Counts) -> Any:
+        """Count these instructions if nothing of this name was counted before; a short name."""
+        if name not in self.numbers:
+            self.numbers[name] = len(self.numbers)
+            self.counts.update(counts)
+        return "value", self.numbers[name]
+
+
+def score_instructions(plan: Plan, masked: bool = False) -> Counter[str]:
+    """What the score and the weight function of a variant add to a tile, for one warp.
+
+    Elements that a mask may hide share no reciprocal with others.
+    """
+    tally = Tally()
+    _scores(plan, tally, together=not masked)
+    return tally.counts
+
+
+def mask_instructions(plan: Plan) -> Counter[str]:
+    """What the element mask adds to a tile that needs it, for one warp."""
+    tally = Tally()
+    _scores(plan, tally, together=False)
+    before = Counter(tally.counts)
+    _masked(plan, tally)
+    tally.counts.subtract(before)
+    return +tally.counts
+
+
+def reads_elements(graphs: Iterable[Graph | None]) -> bool:
+    """Whether any of these graphs loads from a captured tensor within a tile."""
+    return any(
+        node.op == "load" and node.depends & VARIES
+        for graph in graphs
+        if graph is not None
+        for node in graph.nodes
+    )
+
+
+def _places(tile_n: int) -> Iterator[Place]:
+    for c, ahead_k in enumerate(columns(tile_n)):
+        for r, ahead_q in enumerate(ROWS):
+            yield Place(r, c, ahead_q, ahead_k)
+
+
+def _scores(plan: Plan, tally: Tally, together: bool) -> None:
+    variant = plan.variant
+    graph = composed(variant.score, variant.weight)
+    if graph is None:
+        return
+    graph = with_known_signs(in_base_2(graph) if plan.bounded else graph, variant.mask)
+    reader = _Reader(graph, (Ref(graph.output),), plan, tally, of_score=True, together=together)
+    for place in _places(plan.schedule.tile_n):
+        reader.names(place)
+
+
+def _masked(plan: Plan, tally: Tally) -> None:
+    mask = plan.variant.mask
+    conditions = _conditions(mask) if mask else ()
+    reader = mask and _Reader(mask, conditions, plan, tally)
+    for place in _places(plan.schedule.tile_n):
+        key = _held(Sum(frozenset({("k", 1)}), place.ahead_k), tally)
+        tally.once(("inside", key), INSIDE)
+        tally.once(("hidden", place), HIDDEN)
+        if reader:
+            reader.names(place)
+            for condition in conditions:
+                tally.once(("hidden", place, condition), HIDDEN)
+
+
+def _conditions(mask: Graph) -> tuple[Ref, ...]:
+    """What must all hold for a key to be seen: each is a selection of its own."""
+    found, todo = [], [Ref(mask.output)]
+    while todo:
+        value = todo.pop()
+        node = mask.nodes[value.id]
+        if node.op == "and":
+            todo += [a for a in node.args if isinstance(a, Ref)]
+        else:
+            found.append(value)
+    return tuple(dict.fromkeys(found))
+
+
+def _held(value: Any, tally: Tally) -> Any:
+    """The name of a value in a register: an integer beyond a name of its own costs an addition."""
+    if not isinstance(value, Sum):
+        return value
+    alone = len(value.terms) == 1 and next(iter(value.terms))[1] == 1
+    if not value.terms or (alone and value.number == 0):
+        return value
+    return tally.once(value, POSITION)
+
+
+class _Reader:
+    """Evaluates a graph on names, by the rules of `Lowering`; counts what each new name costs.
+
+    `of_score`: the graph starts from the raw product; `together`: neighbours in a row may share
+    reciprocals.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        outputs: tuple[Ref, ...],
+        plan: Plan,
+        tally: Tally,
+        of_score: bool = False,
+        together: bool = False,
+    ) -> None:
+        self.graph, self.outputs, self.tally = graph, outputs, tally
+        self.captures, self.dense = plan.variant.captures, plan.dense
+        self.paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in plan.pairs}
+        self.distances = distances(graph)
+        self.multiples = multiples(graph) if of_score else frozenset()
+        exponent = of_score and plan.variant.weight is None
+        self.lines = lines(graph) if exponent else {}
+        self.capped = capped(graph) if exponent else {}
+        self.sharing = spoils_row(graph) if together else frozenset()
+        self.uses: Counter[int] = Counter()
+        for node in graph.nodes:
+            self.uses.update(a.id for a in node.operands if isinstance(a, Ref))
+        self.known: dict[int, Any] = {}
+
+    def names(self, place: Place) -> tuple[Any, ...]:
+        """The names of the outputs at one score."""
+        self.known = {}
+        for number in self._order:
+            self.known[number] = self._name(number, place)
+        return tuple(self._value(output) for output in self.outputs)
+
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        """The nodes whose values are needed, each after its operands."""
+        needed: set[int] = set()
+        todo = [output.id for output in self.outputs]
+        while todo:
+            number = todo.pop()
+            if number not in needed:
+                needed.add(number)
+                todo += [a.id for a in self._reads(number) if isinstance(a, Ref)]
+        return tuple(sorted(needed))
+
+    def _reads(self, number: int) -> tuple[Any, ...]:
+        """The operands of a node as an instruction has them."""
+        node = self.graph.nodes[number]
+        if self._uniform(node) or number in self.multiples:
+            return ()
+        if number in self.distances:
+            return (Ref(self.distances[number].node),)
+        if (function := self._function(number)) is not None:
+            kind, argument = function
+            is_multiple = isinstance(argument, Ref) and argument.id in self.multiples
+            return (argument,) if kind == "tanh" or not is_multiple else ()
+        if (added := self._added_to_multiple(node)) is not None:
+            other = added[1]
+            return () if self._line(other) is not None else (other,)
+        if (fused := self._fused(node)) is not None:
+            return fused
+        return node.operands
+
+    def _uniform(self, node: Node) -> bool:
+        return node.depends.isdisjoint(VARIES)
+
+    def _function(self, number: int) -> tuple[str, Any] | None:
+        """(kind, argument) of a function that may share its reciprocal; None for other nodes."""
+        node = self.graph.nodes[number]
+        if number in self.capped:
+            return "capped", self.capped[number].argument
+        return (node.op, node.args[0]) if node.op in ("tanh", "sigmoid") else None
+
+    def _added_to_multiple(self, node: Node) -> tuple[Ref, Any] | None:
+        """(multiple of the score, what is added to it) of a sum of floats; None for others."""
+        if node.op not in ("add", "sub") or node.dtype != "float":
+            return None
+        for mine, other in (node.args, node.args[::-1]):
+            if isinstance(mine, Ref) and mine.id in self.multiples and mine != other:
+                return mine, other
+        return None
+
+    def _fused(self, node: Node) -> tuple[Any, ...] | None:
+        """Factors and addend of a sum of floats with a product that nothing else reads: one FMA."""
+        if node.op not in ("add", "sub") or node.dtype != "float":
+            return None
+        for mine, other in (node.args, node.args[::-1]):
+            if not isinstance(mine, Ref):
+                continue
+            of = self.graph.nodes[mine.id]
+            alone = self.uses[mine.id] == 1 and not self._uniform(of)
+            if of.op == "mul" and alone and mine.id not in self.capped:
+                return *of.args, other
+        return None
+
+    def _line(self, value: Any) -> Any:
+        return self.lines.get(value.id) if isinstance(value, Ref) else None
+
+    def _value(self, value: Any) -> Any:
+        """The name of an operand; integers are sums."""
+        if isinstance(value, Ref):
+            return self.known[value.id]
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return Sum(frozenset(), value) if whole else value
+
+    def _name(self, number: int, place: Place) -> Any:
+        node = self.graph.nodes[number]
+        if self._uniform(node):
+            name = ("uniform", id(self.graph), number)
+            return _named(name) if node.dtype == "int" else name
+        if number in self.multiples:
+            return self._multiple(number, place)
+        if node.op == "input":
+            ahead = place.ahead_q if node.args[0] == "q" else place.ahead_k
+            return Sum(frozenset({(node.args[0], 1)}), ahead)
+        if node.op == "load":
+            return self._load(number, node, place)
+        if number in self.distances:
+            moved = self._value(Ref(self.distances[number].node))
+            return self.tally.once(("float", moved), DISTANCE)
+        if (function := self._function(number)) is not None:
+            return self._of_one(number, *function, place)
+        if (added := self._added_to_multiple(node)) is not None:
+            return self._sum_with_multiple(number, *added, place)
+        if (fused := self._fused(node)) is not None:
+            return self.tally.once((node.op, "fma", *map(self._value, fused)), ADDED)
+        parts = [self._value(a) for a in node.operands]
+        if node.dtype == "int" and (found := _sum(node.op, parts)) is not None:
+            return found
+        return self._operation(node, parts, place)
+
+    def _multiple(self, number: int, place: Place, factor: str = "") -> Any:
+        """The raw product times a factor, with an offset if there is one: one instruction."""
+        name = ("multiple", number, factor, place)
+        return self.tally.once(name, ADDED if self._has_offset(number) else SCALED)
+
+    def _has_offset(self, number: int) -> bool:
+        node = self.graph.nodes[number]
+        if node.op == "input":
+            return False
+        moving = next(a for a in node.args if varies(self.graph, a))
+        return node.op in ("add", "sub") or self._has_offset(moving.id)
+
+    def _sum_with_multiple(self, number: int, multiple: Ref, other: Any, place: Place) -> Any:
+        """An FMA of the raw product, with what is added to it."""
+        line, tally = self._line(other), self.tally
+        if line is not None:
+            step = line.steps.ahead(place.ahead_q, place.ahead_k)
+            cost = ADDED if line.factors else DISTANCE
+            tally.once(("line", other.id, step), cost if step else {})
+        if self._has_offset(multiple.id):
+            tally.once(("offset", number, place), OPS["add", "float"])
+        return tally.once(("fma", number, place), ADDED)
+
+    def _of_one(self, number: int, kind: str, argument: Any, place: Place) -> Any:
+        """A function of one value, from a power of 2 of a multiple of its argument."""
+        if isinstance(argument, Ref) and argument.id in self.multiples:
+            self._multiple(argument.id, place, kind)
+        else:
+            self.tally.once(("exponent", number, place), SCALED)
+        if kind == "tanh":
+            self.tally.once(("near", number, place), NEAR_ZERO)
+        costs = SHARED if number in self.sharing else ALONE
+        return self.tally.once((kind, number, place), costs[kind])
+
+    def _operation(self, node: Node, parts: list[Any], place: Place) -> Any:
+        operands = [_held(part, self.tally) for part in parts]
+        kind = self._kind(node)
+        name, op = (node.op, kind, *operands), node.op
+        if any(_of_both(part) for part in parts):
+            name = (*name, place)  # the compiler does not see that k - q is the same elsewhere
+        if op == "div":
+            divisor = node.args[1]
+            if isinstance(divisor, float) and _INVERTED[0] <= abs(divisor) <= _INVERTED[1]:
+                op = "mul"
+            elif isinstance(divisor, Ref) and not self._uniform(self.graph.nodes[divisor.id]):
+                self.tally.once(("divisor", operands[1]), DIVISOR)
+        limited = op in ("minimum", "maximum") and any(type(a) is float for a in node.args)
+        self.tally.once(name, LIMITED if limited else OPS[op, kind])
+        return _named(name) if node.dtype == "int" else name
+
+    def _kind(self, node: Node) -> str:
+        """The type that an operation works on: that of its last operand."""
+        last = node.operands[-1]
+        if isinstance(last, Ref):
+            return self.graph.nodes[last.id].dtype
+        return type(last).__name__
+
+    def _load(self, number: int, node: Node, place: Place) -> Any:
+        capture, tally = node.args[0], self.tally
+        paired = number in self.paired
+        ahead = place.column % 2 if paired else 0
+        indices: list[Any] = []
+        for n, index in enumerate(node.operands):
+            name = self._value(index)
+            if isinstance(index, Ref) and not self._uniform(self.graph.nodes[index.id]):
+                along_k = paired and n == len(node.operands) - 1
+                name = Sum(name.terms, name.number - ahead) if along_k else name
+                name = tally.once(
+                    ("clamped", n, capture, name), CLAMPED_PAIR if along_k else CLAMPED
+                )
+            indices.append(name)
+        address = ("load", capture, *indices)
+        dense = LOADED_DENSE if capture in self.dense else LOADED
+        tally.once(address, LOADED_PAIR if paired else dense)
+        if paired:
+            is_float = node.dtype == "float"
+            tally.once(("first", *address), FIRST_OF_PAIR if is_float else {"SEL": 1})
+        element = (*address, ahead)
+        dtype = self.captures[capture].dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            tally.once(("widened", element), WIDENED)
+        elif dtype is torch.int64:
+            tally.once(("narrowed", element), NARROWED)
+        return _named(element) if node.dtype == "int" else element
+
+
+def _of_both(value: Any) -> bool:
+    """Whether an integer is made of a query's and a key's position."""
+    return isinstance(value, Sum) and {"q", "k"} <= {name for name, _ in value.terms}
+
+
+def _sum(op: str, parts: list[Sum]) -> Sum | None:
+    """An integer made of others by additions and products with a number; None otherwise."""
+    if op == "neg":
+        return parts[0].times(-1)
+    if op in ("add", "sub"):
+        return parts[0].plus(parts[1], 1 if op == "add" else -1)
+    if op == "mul":
+        for one, other in (parts, parts[::-1]):
+            if not other.terms:
+                return one.times(other.number)
+    return None
