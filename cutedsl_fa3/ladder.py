@@ -26,7 +26,7 @@ HEAD_DIMS = (64, 128)
 VARIANTS = ("full", "causal")
 DEPTHS = (1, 2, 3, 4)  # slots of K and of V, each
 
-_SYNC = {64: {"tile_m": 128, "tile_n": 112}, 128: {"tile_m": 128, "tile_n": 64}}
+_SYNC = {64: {"tile_m": 128, "tile_n": 96}, 128: {"tile_m": 128, "tile_n": 64}}
 _WGMMA = {
     64: {"tile_m": 192, "tile_n": 112, "consumers": 3},
     128: {"tile_m": 128, "tile_n": 128, "consumers": 2},

@@ -56,9 +56,14 @@ class Operand:
         """K steps of the whole tile."""
         return cute.size(self.fragment, mode=[2])
 
-    def load(self, k: int, stage: int | cute.Int32) -> None:
-        """Fill one k step from a slot of the tile."""
-        cute.copy(self.copy, self.source[None, None, k, stage], self.filled[None, None, k])
+    @property
+    def parts(self) -> int:
+        """How many ldmatrix instructions fill a k step."""
+        return cute.size(self.source, mode=[1])
+
+    def load(self, k: int, stage: int | cute.Int32, part: int | None = None) -> None:
+        """Fill one k step, or one `part` of it, from a slot of the tile."""
+        cute.copy(self.copy, self.source[None, part, k, stage], self.filled[None, part, k])
 
 
 def operand_a(mma: cute.TiledMma, smem: cute.Tensor, thread: cute.Int32) -> Operand:
@@ -85,9 +90,21 @@ def _ldmatrix(smem: cute.Tensor, *, transpose: bool) -> cute.CopyAtom:
     return cute.make_copy_atom(op, smem.element_type)
 
 
-def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: Operand, k: int) -> None:
-    """acc += a @ b for one k step; a's fragment (instruction, rows, k steps)."""
-    cute.gemm(mma, acc, a[None, None, k], b.fragment[None, None, k], acc)
+def multiply(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: Operand,
+    k: int,
+    part: int | None = None,
+) -> None:
+    """acc += a @ b for one k step, or for one `part` of its columns; a as a fragment of A."""
+    fragment = b.fragment
+    if part is not None:
+        width = cute.size(fragment, mode=[1]) // b.parts
+        acc = cute.logical_divide(acc, (None, None, width))[None, None, (None, part)]
+        fragment = cute.logical_divide(fragment, (None, width, None))[None, (None, part), None]
+    cute.gemm(mma, acc, a[None, None, k], fragment[None, None, k], acc)
 
 
 def as_rows_cols(acc: cute.Tensor) -> cute.Tensor:

@@ -73,7 +73,7 @@ def test_each_rung_and_peer_has_a_row_with_what_it_ran_on():
     assert (first.number, first.tile_m, first.threads, first.budgets) == (1, 128, 128, None)
     assert (last.number, last.tile_m, last.stages, last.budgets) == (10, 192, 2, (32, 160))
     assert by_name["4 stages"].number == last.number
-    assert first.smem == 73728 and last.smem > by_name["1 stage"].smem
+    assert first.smem == 65536 and last.smem > by_name["1 stage"].smem
     assert (peer.number, peer.smem, peer.stages) == (0, None, None)
     for row in rows:
         assert len(row.samples) == 7 and 0 < row.max_error < 0.1

@@ -144,9 +144,9 @@ def test_the_depths_are_one_to_four_slots_and_the_fourth_does_not_fit_at_128():
     ("name", "head_dim", "total"),
     [
         # Q once and two slots of K and of V, in 16 bits; mbarriers: two a slot of 8 bytes each.
-        ("cp.async, mma.sync", 64, 2 * 64 * (128 + 2 * 2 * 112)),
+        ("cp.async, mma.sync", 64, 2 * 64 * (128 + 2 * 2 * 96)),
         ("cp.async, mma.sync", 128, 2 * 128 * (128 + 2 * 2 * 64)),
-        ("TMA", 64, 2 * 64 * (128 + 2 * 2 * 112) + 2 * 5 * 8),
+        ("TMA", 64, 2 * 64 * (128 + 2 * 2 * 96) + 2 * 5 * 8),
         ("WGMMA", 128, 2 * 128 * (128 + 2 * 2 * 128) + 2 * 5 * 8),
     ],
 )

@@ -19,7 +19,7 @@ from cutedsl_fa3.layouts import Tile, bank_conflicts, mma_sync, transposed
 BF16 = cutlass.BFloat16
 
 # rows, columns, warps: score tiles of the ladder's kernels, several rows or columns a thread
-TILES = [(64, 64, 4), (128, 64, 4), (128, 112, 4), (128, 48, 8)]
+TILES = [(64, 64, 4), (128, 64, 4), (128, 96, 4), (128, 48, 8)]
 
 
 def documented(thread: int, r: int, c: int, warps: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ returns. `output` is acc_o as (rows, cols) of this thread, `places` says where i
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import cutlass.cute as cute
@@ -22,13 +23,22 @@ from ..operands import AT_ONCE, Fragments
 class BySync:
     """Products by mma.sync: a warp loads what it multiplies by ldmatrix.
 
+    `in_parts`: V is loaded 16 columns at a time instead of a k step; which of both leaves ptxas
+    enough registers, of 255, is seen by compiling.
+
     Shape: smem.q (tile_m, head_dim, 1), smem.k and smem.v (tile_n, head_dim, stages).
     """
 
     def __init__(
-        self, schedule: Schedule, dtype: type, dv: int, smem: SimpleNamespace, thread: Int32
+        self,
+        schedule: Schedule,
+        dtype: type,
+        dv: int,
+        smem: SimpleNamespace,
+        thread: Int32,
+        in_parts: bool = False,
     ) -> None:
-        self.schedule = schedule
+        self.schedule, self.in_parts = schedule, in_parts
         self.mma = mma_sync.tiled_mma(dtype, WARPS_PER_GROUP * schedule.consumers)
         self.q = mma_sync.operand_a(self.mma, smem.q, thread)
         self.k = mma_sync.operand_b(self.mma, smem.k, thread)
@@ -50,10 +60,10 @@ class BySync:
 
     def multiply_pv(self, slot: object) -> None:
         """O += P V."""
-        p = mma_sync.as_operand(self.p)
-        for k in range(self.v.steps):
-            self.v.load(k, slot.index)
-            mma_sync.multiply(self.mma, self.acc_o, p, self.v, k)
+        p, parts = mma_sync.as_operand(self.p), range(self.v.parts) if self.in_parts else (None,)
+        for k, part in product(range(self.v.steps), parts):
+            self.v.load(k, slot.index, part)
+            mma_sync.multiply(self.mma, self.acc_o, p, self.v, k, part)
 
     def rows_cols(self, acc_s: cute.Tensor) -> cute.Tensor:
         """Scores as (rows, cols) of this thread."""

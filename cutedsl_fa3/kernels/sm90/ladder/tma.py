@@ -160,7 +160,7 @@ class TmaSync(Tma):
 
     def fragments(self, smem: SimpleNamespace, thread: Int32) -> BySync:
         """This thread's operands and accumulators."""
-        return BySync(self.schedule, self.dtype, self.head_dim_v, smem, thread)
+        return BySync(self.schedule, self.dtype, self.head_dim_v, smem, thread, in_parts=True)
 
 
 class TmaWgmma(Tma):
