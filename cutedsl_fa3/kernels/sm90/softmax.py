@@ -16,6 +16,10 @@ Rows whose maximum is beyond FAR, such as rows of nothing but a finite stand-in 
 p = exp2(x - m): m * scale_log2 is rounded to so few bits there that the exponents of equal scores
 would not be 0, and unequal scores are 16 or more apart.
 
+With `lazy` m stays what it is until it has grown by more than LEEWAY: p is then up to 2^LEEWAY, and
+acc_o and row_sum in the same unit, so nothing else changes; a warp whose rows all keep their m
+leaves acc_o alone. That pays where acc_o is large beside acc_s.
+
 `Weights`, for a variant whose softmax is `Elementwise`: what stands in acc_s are the weights, and
 nothing is normalised.
 """
