@@ -7,7 +7,7 @@ parameters of its function past the first.
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -281,7 +281,10 @@ def run_tune(
     seqlens: Annotated[str, typer.Option(help="Lengths, by comma.")] = "8192",
     tokens: Tokens = 16384,
     table: Annotated[
-        bool, typer.Option(help="Instead every row of the schedule table beside its alternatives.")
+        bool,
+        typer.Option(
+            help="Instead every row of the schedule table, with its variants or those given."
+        ),
     ] = False,
     read: Annotated[
         Path | None, typer.Option(help="With --table, measure nothing: what this record says.")
@@ -296,7 +299,7 @@ def run_tune(
     """
     need_compiler()
     if table:
-        _tune_table(how, read, workers or os.cpu_count() or 1)
+        _tune_table(how, read, workers or os.cpu_count() or 1, variant or ())
         return
     from . import cases, tuning
 
@@ -313,15 +316,19 @@ def run_tune(
     how.keep("tune", tuning.run(plans, how.timing, report=_say, seed=how.seed), meta)
 
 
-def _tune_table(how: Timed, read: Path | None, workers: int) -> None:
-    """Measure the rows of the schedule table in one record, and say what it makes of each."""
+def _tune_table(how: Timed, read: Path | None, workers: int, variants: Sequence[str]) -> None:
+    """Measure the rows of the schedule table in one record, and say what it makes of each.
+
+    Of the variants that a row serves only `variants`, unless that is empty.
+    """
     from . import evidence, record, tuning
 
     if read is None:
         how = how if how.rounds else replace(how, rounds=5)
         with _refusals():
             meta = how.meta()
-        plans = evidence.compiled_ahead(evidence.plans(), workers, _say)
+            plans = evidence.plans(variants=variants)
+        plans = evidence.compiled_ahead(plans, workers, _say)
         measured = tuning.run(plans, how.timing, report=_say, seed=how.seed)
         read = how.keep("table", measured, meta)
     _say(evidence.summary(record.Record.read(read)))

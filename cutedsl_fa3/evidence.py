@@ -99,9 +99,23 @@ def alternatives(row: Row, case: Case) -> list[Schedule]:
     return found
 
 
-def plans(rows: Iterable[Row] = TABLE) -> list[tuple[Case, list[Schedule]]]:
-    """What is to be measured of these rows."""
-    return [(case, alternatives(row, case)) for row in rows for case in cases(row)]
+def plans(
+    rows: Iterable[Row] = TABLE, variants: Sequence[str] = ()
+) -> list[tuple[Case, list[Schedule]]]:
+    """What is to be measured of these rows, with all variants or some.
+
+    Raises: ValueError for variants that no row is measured with.
+    """
+    known = [name for group in VARIANTS.values() for name in group]
+    if unknown := [name for name in variants if name not in known]:
+        raise ValueError(f"variant {', '.join(unknown)}: rows are measured with {', '.join(known)}")
+    wanted = variants or known
+    return [
+        (case, alternatives(row, case))
+        for row in rows
+        for case in cases(row)
+        if case.variant in wanted
+    ]
 
 
 def compiled_ahead(

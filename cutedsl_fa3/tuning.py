@@ -59,6 +59,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "persistent": (False, True),
     "store": ("tma", "direct"),
     "early": (0, 2, 4, 6, 8),
+    "lazy": (False, True),
 }
 # 64 rows for each consumer warpgroup; the forward has no clusters.
 NOT_TRIED = ("tile_m", "cluster")
