@@ -12,7 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from . import cli_bench, cli_contract, cli_doctor, cli_ledger, cli_model
+from . import (
+    cli_bench,
+    cli_contract,
+    cli_doctor,
+    cli_ladder,  # noqa: F401  # whose command is one of cli_bench's
+    cli_ledger,
+    cli_model,
+)
 
 app = typer.Typer(
     name="cutedsl-fa3",

@@ -18,8 +18,8 @@ _lock = threading.Lock()
 _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _spare: dict[int, list[torch.Tensor]] = {}
 
-# The address of the current stream of a device, which `torch.cuda.current_stream` wraps; absent
-# from a torch without CUDA.
+# The address of a device's current stream, which `torch.cuda.current_stream` wraps; a torch without
+# CUDA has none.
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = torch.cuda.is_current_stream_capturing
 

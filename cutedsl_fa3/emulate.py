@@ -32,7 +32,7 @@ from .pipelines import Schedule
 from .plans import Plan
 from .variant import Variant
 from .variant.evaluate import evaluate
-from .variant.softmax import FAR, LARGEST
+from .variant.softmax import FAR, LARGEST, LEEWAY
 from .variant.visits import all_visits
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
@@ -268,6 +268,8 @@ class _Online:
             scores.masked_fill_(hidden, -math.inf)
         old = self.row_max[some]
         new = torch.fmax(old, _largest(scores))
+        if self.call.plan.schedule.lazy:
+            new = torch.where((new - old) * scale_log2 > LEEWAY, new, old)
         origin = new.masked_fill(new == -math.inf, 0.0)
         shift = origin * scale_log2
         alpha = _exp2((old - origin) * scale_log2)

@@ -27,8 +27,10 @@ from .tuning import VALUES
 VARIANTS = {
     "nothing": ("full", "causal"),
     "light": ("alibi",),
-    "uniform": ("softcap:30",),
-    "elements": ("bias", "documents:1000"),
+    "weights": ("sigmoid",),
+    "uniform": ("softcap:30", "window:1024,0"),
+    "tables": ("bias",),
+    "elements": ("documents:1000",),
     "much": ("laborious",),
 }
 SEQLEN = 8192

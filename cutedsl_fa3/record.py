@@ -2,8 +2,8 @@
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
 name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune` and
-`table` (`ScheduleRow`) or `call` (`CallRow`). One marked `partial` holds what was measured before a
-run ended early; no table is made from it.
+`table` (`ScheduleRow`), `ladder` (`LadderRow`) or `call` (`CallRow`). One marked `partial` holds
+what was measured before a run ended early; no table is made from it.
 """
 
 from __future__ import annotations
@@ -116,6 +116,37 @@ class ScheduleRow:
 
 
 @dataclass(frozen=True)
+class LadderRow:
+    """One step of the ladder, or a peer, on one problem; None is what is not known of a peer.
+
+    `number`: of the step, 0 for a peer; other depths of the last step have its number. `registers`:
+    of a thread at launch; `budgets`: of each role after setmaxnreg, None where it is not used.
+    Units: `smem` in bytes a CTA, `spills` in bytes a thread, others as for `Row`.
+    """
+
+    rung: str
+    number: int
+    variant: str
+    dtype: str
+    head_dim: int
+    seqlen: int
+    batch: int
+    heads: int
+    tile_m: int | None
+    tile_n: int | None
+    stages: int | None
+    threads: int | None
+    registers: int | None
+    budgets: tuple[int, ...] | None
+    smem: int | None
+    spills: int | None
+    ms: float
+    tflops: float
+    max_error: float
+    samples: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class CallRow:
     """Host time of one step of a call; `captures` counts captured tensors.
 
@@ -160,10 +191,12 @@ class Record:
         return cls(content["meta"], tuple(_row(fields) for fields in content["rows"]))
 
 
-def _row(written: dict[str, Any]) -> Row | GemmRow | ScheduleRow | CallRow:
+def _row(written: dict[str, Any]) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow:
     read = _tuples(written)
     if "step" in read:
         return CallRow(**read)
+    if "rung" in read:
+        return LadderRow(**read)
     if "schedule" in read:
         return ScheduleRow(**{**read, "schedule": _tuples(read["schedule"])})
     if "overlap" in read:

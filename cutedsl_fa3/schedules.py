@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .pipelines import Overlap, Schedule
+from .pipelines import Overlap, Schedule, Store
 from .problem import Problem
 from .variant import Variant
-from .variant.describe import most_spans
+from .variant.describe import most_edges, most_spans
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class Row:
     tile_n: int
     consumers: int
     overlap: Overlap
+    early: int
+    store: Store
+    lazy: bool
     why: str
     record: str = ""
 
@@ -48,37 +51,57 @@ class Row:
             consumers=self.consumers,
             overlap=self.overlap,
             head_group=HEAD_GROUP if masked else 1,
+            persistent=True,
+            store=self.store,
+            early=self.early,
+            lazy=self.lazy,
         )
 
 
-NEEDS = ("nothing", "light", "uniform", "elements", "much")
+NEEDS = ("nothing", "light", "weights", "uniform", "tables", "elements", "much")
 LIGHT = 3  # operations of one instruction each, beyond which a score is not "light"
 SIMPLE = ("add", "sub", "mul", "neg", "to_float")
 MUCH = 8  # operations on floats, beyond which a score counts as "much"
 
-FIRST = "tune-h200-20261129-195356.json"
-
+# Head sizes, needs; tile_m, tile_n, consumers, overlap; early, store, lazy; why.
 TABLE = (
-    Row(64, 64, "nothing", 192, 128, 3, "both", "549 509; overlap intra 0.99", FIRST),
-    Row(64, 64, "light", 192, 128, 3, "both", "causal ALiBi 422; 128 x 128 by two: 370"),
-    Row(64, 64, "uniform", 128, 128, 2, "intra", "192 x 128 spills with `or` or a tanh"),
-    Row(64, 64, "elements", 128, 112, 2, "intra", "a bias by distance 252; tile_n 128: 240"),
-    Row(64, 64, "much", 128, 96, 2, "intra", "128 x 128 spills with 20 operations a score"),
-    Row(96, 96, "uniform", 128, 128, 2, "intra", "568; tile_n 160: 548; 192 x 80 by three: 578"),
-    Row(96, 96, "elements", 128, 112, 2, "intra", "a bias by distance 312; tile_n 128: 310"),
-    Row(96, 96, "much", 128, 96, 2, "intra", "tile_n 128 spills with 20 operations a score"),
-    Row(128, 128, "uniform", 128, 128, 2, "intra", "661 646; overlap both 1.00", FIRST),
-    Row(128, 128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if a mask loads elements"),
-    Row(128, 128, "much", 128, 96, 2, "intra", "tile_n 112 spills with 20 operations a score"),
-    Row(192, 128, "uniform", 128, 128, 2, "intra", "757; tile_n 112: 636, 96: 608"),
-    Row(192, 128, "elements", 128, 112, 2, "intra", "tile_n 128 spills if a mask loads elements"),
-    Row(192, 128, "much", 128, 96, 2, "intra", "tile_n 128 spills with 20 operations a score"),
-    Row(192, 192, "nothing", 128, 112, 2, "intra", "716; tile_n 96: 647, 64: 736, but causal less"),
-    Row(192, 192, "elements", 128, 96, 2, "intra", "causal ALiBi 607; tile_n 112: 575"),
-    Row(192, 192, "much", 128, 64, 2, "intra", "20 operations a score 180; tile_n 96: 172"),
-    Row(256, 256, "uniform", 128, 80, 2, "intra", "696; more keys do not fit shared memory"),
-    Row(256, 256, "elements", 128, 64, 2, "intra", "tile_n 80 spills if a mask loads elements"),
-    Row(256, 256, "much", 128, 48, 2, "intra", "fewer registers for scores"),
+    Row(64, 64, "light", 192, 128, 3, "both", 0, "tma", False, "early 4 0.97; lazy 0.99"),
+    Row(64, 64, "weights", 192, 96, 3, "both", 0, "tma", False, "sigmoid 0.63 ms; 128 x 128: 0.67"),
+    Row(64, 64, "uniform", 128, 128, 2, "intra", 2, "tma", False, "window 0.19 ms; 192 x 96: 0.22"),
+    Row(64, 64, "tables", 192, 96, 3, "both", 0, "tma", False, "bias 0.79 ms; 128 x 128: 0.85"),
+    Row(64, 64, "elements", 128, 128, 2, "intra", 2, "tma", False, "documents 0.25 ms; 112: 0.28"),
+    Row(64, 64, "much", 128, 96, 2, "intra", 2, "tma", False, "128 x 128 spills"),
+    Row(96, 96, "nothing", 192, 96, 3, "both", 0, "tma", True, "617; 128 x 128: 573"),
+    Row(96, 96, "uniform", 128, 128, 2, "intra", 2, "tma", False, "tile_n 160: 0.98, 192: 0.99"),
+    Row(96, 96, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills"),
+    Row(96, 96, "much", 128, 96, 2, "intra", 2, "tma", False, "tile_n 128 spills"),
+    Row(128, 128, "nothing", 128, 128, 2, "intra", 2, "tma", False, "early 0 0.96; lazy 0.98"),
+    Row(128, 128, "weights", 128, 128, 2, "both", 2, "tma", False, "ALiBi 0.87 ms; intra: 0.89"),
+    Row(
+        128,
+        128,
+        "uniform",
+        128,
+        128,
+        2,
+        "intra",
+        2,
+        "tma",
+        False,
+        "window 0.25 ms; 96: 0.29",
+    ),
+    Row(128, 128, "tables", 128, 128, 2, "both", 0, "tma", False, "bias 1.14 ms; tile_n 112: 1.24"),
+    Row(128, 128, "elements", 128, 128, 2, "intra", 2, "tma", False, "documents 0.30 ms; 96: 0.32"),
+    Row(128, 128, "much", 128, 96, 2, "intra", 2, "tma", False, "tile_n 112 spills"),
+    Row(192, 128, "uniform", 128, 128, 2, "intra", 2, "direct", False, "770; early 0: 737"),
+    Row(192, 128, "elements", 128, 112, 2, "intra", 2, "direct", False, "tile_n 128 spills"),
+    Row(192, 128, "much", 128, 96, 2, "intra", 2, "direct", False, "tile_n 128 spills"),
+    Row(192, 192, "nothing", 128, 112, 2, "intra", 2, "direct", True, "793 801; lazy off 788 794"),
+    Row(192, 192, "elements", 128, 96, 2, "intra", 2, "direct", True, "tile_n 112 spills"),
+    Row(192, 192, "much", 128, 64, 2, "intra", 2, "direct", True, "tile_n 96 spills"),
+    Row(256, 256, "uniform", 128, 80, 2, "both", 0, "direct", True, "789 797; lazy off 745 750"),
+    Row(256, 256, "elements", 128, 64, 2, "intra", 2, "direct", True, "tile_n 80 spills"),
+    Row(256, 256, "much", 128, 48, 2, "intra", 2, "direct", True, "fewer registers for scores"),
 )
 
 # Heads side by side where the mask skips tiles, so that their K and V stay in L2 together: causal
@@ -89,10 +112,11 @@ HEAD_GROUP = 8
 def needs(variant: Variant) -> str:
     """What a variant's functions hold in registers besides the accumulators.
 
-    "nothing": a mask of positions without `or`, with one span of visible keys. "light": besides,
-    a score of a few additions and products, such as ALiBi. "uniform": any other score or mask of
-    positions, or captured tensors read once a tile. "elements": captured tensors read by query or
-    key. "much": more than a few operations on floats for each score.
+    "nothing": a mask of positions without `or`, with one span of visible keys and one edge.
+    "light": besides, a score of a few additions and products, such as ALiBi. "weights": a function
+    in place of the softmax. "uniform": any other score or mask of positions, or captured tensors
+    read once a tile. "tables": a score that reads captured tensors by query or key. "elements": a
+    mask that does. "much": more than a few operations on floats for each score.
     """
     roles = ("score", "mask", "weight")
     graphs = [variant.graphs[role] for role in roles if role in variant.graphs]
@@ -100,15 +124,21 @@ def needs(variant: Variant) -> str:
     each = [node for node in nodes if node.depends & {"score", "q", "k"}]
     if sum(node.dtype == "float" for node in each) > MUCH:
         return "much"
-    if any(node.op == "load" for node in each):
-        return "elements"
     of_mask = variant.mask.nodes if variant.mask is not None else ()
+    if any(node.op == "load" and node in each for node in of_mask):
+        return "elements"
+    if any(node.op == "load" for node in each):
+        return "tables"
     if any(node.op in ("load", "or") for node in of_mask) or most_spans(variant.mask) > 1:
         return "uniform"
+    if most_edges(variant.mask) > 1:
+        return "uniform"
+    if variant.weight is not None:
+        return "weights"
     floats = [node for node in each if node.dtype == "float" and node.op != "input"]
     if len(floats) > LIGHT or any(node.op not in SIMPLE for node in floats):
         return "uniform"
-    return "light" if variant.score is not None or variant.weight is not None else "nothing"
+    return "light" if variant.score is not None else "nothing"
 
 
 def serving_row(variant: Variant, problem: Problem) -> Row:

@@ -36,8 +36,11 @@ Memory: TypeAlias = bytes | bytearray | memoryview
 
 SMEM_ALIGN = 128  # of a box in shared memory; source: CUDA C++ Programming Guide, tensor copies
 # What NaN fill writes to every 16 bits of an element, of whatever floating type. Undocumented;
-# source: public emulators of TMA, whose authors read it from GPUs; not yet seen here.
+# source: public emulators of TMA, whose authors read it from GPUs; an H200 has the same.
 OOB_NAN = 0x7FF7
+# Bytes: a copy whose innermost coordinate is no multiple ends as an illegal instruction, and stores
+# write no less; both seen on an H200.
+INNER_ALIGN = 16
 _COORDINATES = range(-(2**31), 2**31)
 
 
@@ -181,7 +184,9 @@ def store(
 ) -> int:
     """Copy a box or tile back to `memory`, which is written in place; returns the bytes written.
 
-    Elements outside the tensor are dropped.
+    Rows outside the tensor are dropped. A row of it is written in whole pieces of 16 bytes: where
+    its length is no multiple, up to 15 bytes of shared memory land behind it, in the row's padding
+    or in what follows the tensor (here they are lost where `memory` ends).
 
     Raises: LayoutError as `load`, for a negative coordinate, and for memory that is read-only.
     Source: CUDA C++ Programming Guide: what is written may lie partly out of bounds, but its corner
@@ -202,8 +207,10 @@ def store(
         for start, row in _rows(tmap, boxes, corner, offset):
             if start is not None and low < high:
                 data = _gather(source, row, boxes.row_bytes, boxes.swizzle)
-                _within(target, start + low, start + high)[:] = data[low:high]
-                written += high - low
+                _within(target, start + low, start + high)
+                end = min(-(-high // INNER_ALIGN) * INNER_ALIGN, len(target) - start)
+                target[start + low : start + end] = data[low:end]
+                written += end - low
     return written
 
 
@@ -309,6 +316,14 @@ def _instructions(
         raise LayoutError(
             f"coordinate {tuple(coordinate)}: {tmap.rank} signed 32-bit integers are needed, "
             "innermost first"
+        )
+    start = coordinate[0] * tmap.element_bytes
+    if start % INNER_ALIGN:
+        down = start // INNER_ALIGN * INNER_ALIGN // tmap.element_bytes
+        raise LayoutError(
+            f"coordinate {tuple(coordinate)}: the box would begin {start} bytes into a row, and "
+            f"the copy instruction takes multiples of {INNER_ALIGN}; begin at element {down} or "
+            f"{down + INNER_ALIGN // tmap.element_bytes}"
         )
     found = []
     for number, corner in enumerate(boxes.corners()):

@@ -4,13 +4,21 @@ from .barriers import Barrier, Barriers, Turns
 from .expect import Expect, exactly
 from .kernel import WarpSpecialized
 from .ring import AccumulatorRing, Ring, UmmaRing, WordRing, put, take
-from .roles import CP_ASYNC_BUDGETS, TMA_BUDGETS, Role, check_registers, launch_registers
-from .schedule import Overlap, Schedule, ScheduleError
+from .roles import (
+    CP_ASYNC_BUDGETS,
+    DRAWING_BUDGETS,
+    TMA_BUDGETS,
+    Role,
+    check_registers,
+    launch_registers,
+)
+from .schedule import Overlap, Schedule, ScheduleError, Store
 from .tickets import draw, drawn_tile
 from .tile_order import MAX_GRID, TileOrder
 
 __all__ = [
     "CP_ASYNC_BUDGETS",
+    "DRAWING_BUDGETS",
     "MAX_GRID",
     "TMA_BUDGETS",
     "AccumulatorRing",
@@ -22,6 +30,7 @@ __all__ = [
     "Role",
     "Schedule",
     "ScheduleError",
+    "Store",
     "TileOrder",
     "Turns",
     "UmmaRing",

@@ -32,7 +32,8 @@ class Schedule:
     multiprocessor, which draws tile after tile, instead of a CTA a tile. `store`: the output goes
     by "tma" through shared memory, or "direct" from registers, and needs no shared memory then.
     `early`: with "intra" or "both", how many eighths of a tile's exponentials are computed before
-    the wait for the product with V that runs meanwhile; 0 leaves it to the compiler.
+    the wait for the product with V that runs meanwhile; 0 leaves it to the compiler. `lazy`: O is
+    rescaled only when a row's maximum has grown by more than 8 in base 2.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -48,6 +49,7 @@ class Schedule:
     persistent: bool = False
     store: Store = "tma"
     early: int = 0
+    lazy: bool = False
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
@@ -79,7 +81,8 @@ class Schedule:
             "two extents of 1, 2 or 4 in a tuple, with a product of at most 8",
         )
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
-        need(isinstance(self.persistent, bool), "persistent", "True or False")
+        for field in ("persistent", "lazy"):
+            need(isinstance(getattr(self, field), bool), field, "True or False")
         need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
 
@@ -98,5 +101,5 @@ class Schedule:
             f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.consumers} consumer "
             f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}, "
             f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, store {self.store}, "
-            f"early {self.early}/8"
+            f"early {self.early}/8, rescale {'lazy' if self.lazy else 'always'}"
         )

@@ -225,46 +225,35 @@ def _needs_proxy_fence(run: Run, write: Access, read: Access) -> None:
 
 
 def _unread(run: Run, accesses: list[Access], writes: list[Access]) -> None:
-    """Copies of which no byte is read before it is overwritten, or before the end."""
+    """Copies that are overwritten, or left at the end, before anybody has read any of them."""
     races = ("read before full", "overwritten before read", "two writers")
     told = {f.text.partition(":")[0] for f in run.findings if f.kind in races}
-    in_order = sorted(accesses, key=lambda a: a.begin)
+    reads = [a for a in accesses if a.kind not in WRITES]
     for write in writes:
         if write.kind != "copy":
             continue
-        is_read, until = _fate(write, in_order)
-        if is_read:
+        later = [
+            w
+            for w in writes
+            if w is not write and w.begin > write.begin and _meet(w.region, write.region)
+        ]
+        behind = (r for r in reads if r.begin > write.begin and _meet(r.region, write.region))
+        if any(
+            all(w.begin > r.begin or not _meet(w.region, r.region) for w in later) for r in behind
+        ):
             continue
         place = run.names.region(write.region)
         if place in told:
             continue
         told.add(place)
         who = run.names.who(*seat(run, write.who))
-        ends = until is None
-        after = "ends without anybody having" if ends else "is overwritten before anybody has"
+        after = "is overwritten before anybody has" if later else "ends without anybody having"
         run.fault(
             "never read",
             f"{place}: a tile that {who} copied {after} read it",
-            len(run.past) - 1 if ends else until,
+            min((w.begin for w in later), default=len(run.past) - 1),
             write.begin,
         )
-
-
-def _fate(write: Access, in_order: list[Access]) -> tuple[bool, int | None]:
-    """Whether a byte of a copy is read, else the step that overwrites the last one, if any does.
-
-    A part may be overwritten unread: rows of Q by O of a warpgroup that sees no key.
-    """
-    left = write.region
-    for access in in_order:
-        if access.begin <= write.begin or not _meet(access.region, left):
-            continue
-        if access.kind not in WRITES:
-            return True, None
-        left = without(left, access.region)
-        if not left:
-            return False, access.begin
-    return False, None
 
 
 # The end.

@@ -196,6 +196,12 @@ def _with_first(shape: Any, first: int) -> Any:
 
 
 def _product(function: Function, node: Node, state: WarpState) -> Steps:
+    if "sm80.mma" in node.arg_kinds[0].text:  # a warp's own registers, filled before
+        for place in (2, 3, 1):
+            root = function.roots.get(node.args[place])
+            if root is not None:
+                yield Event(ev.TOUCH, root, value=int(place == 1))
+        return
     if "sm90.mma" not in node.arg_kinds[0].text:
         raise NotCovered(f"product {node.arg_kinds[0].text[:60]} is not followed")
     covered: list[tuple[int, int]] = []

@@ -182,6 +182,15 @@ def most_spans(mask: Graph | None) -> int:
     return len(seen.middles) + (seen.left is not None) + (seen.right is not None)
 
 
+def most_edges(mask: Graph | None) -> int:
+    """How many separate spans of keys that need the element mask a tile of queries may have.
+
+    The end of the sequence, which every tile may reach, is not among them.
+    """
+    hidden = key_sets(mask, _TILE, TextIntegers()).hidden
+    return len(hidden.middles) + (hidden.left is not None) + (hidden.right is not None)
+
+
 def ever_full(mask: Graph | None) -> bool:
     """Whether any key tile can do without the element mask."""
     return key_sets(mask, _TILE, TextIntegers()).hidden.left is not _TILE.seqlen_k

@@ -12,6 +12,9 @@ from cutedsl_fa3.errors import VariantError
 from .trace import check_parameters, name_of
 
 SINK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LEEWAY = (
+    8.0  # base 2: where O is rescaled lazily P stays within 2^8, and is rounded as it is below 1
+)
 FAR = 2.0**28  # base-2 logarithm of a score, rounded to a multiple of 32 or more beyond
 LARGEST = 3e38  # near the end of fp32
 FORMS = "OnlineSoftmax(sink=None) and Elementwise(f)"

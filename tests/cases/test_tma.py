@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutedsl_fa3 as fa3
-from cutedsl_fa3 import Elementwise, OnlineSoftmax, cache, masks, scores
+from cutedsl_fa3 import Elementwise, OnlineSoftmax, cache, ladder, masks, scores
 from cutedsl_fa3.audit import audit
 from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
 from cutedsl_fa3.kernels.sm100.gemm import GemmSm100
@@ -116,6 +116,11 @@ def gemm(kind: type, warpgroups: int, cluster: tuple[int, int]) -> Any:
     return kind(Schedule(128, 128, 3, warpgroups, "none", cluster=cluster))
 
 
+def step(number: int) -> Any:
+    """The kernel of a step of the ladder."""
+    return ladder.rungs(fa3.Variant(mask=masks.causal), 64)[number - 1].kernel
+
+
 def documents(b, h, q, k):
     return (OF[q] == OF[k]) & (k <= q)
 
@@ -143,6 +148,7 @@ KERNELS: dict[str, Callable[[], Any]] = {
         softmax=OnlineSoftmax(sink=SINK),
         epilogue=lambda o, lse, b, h, q: o * SLOPES[h],
     ),
+    **{f"ladder step {number}": partial(step, number) for number in (2, 3, 4)},
     "forward with weights": lambda: forward(softmax=Elementwise(torch.sigmoid)),
     **{
         f"gemm on {arch} in clusters of {cluster}": partial(gemm, kind, warpgroups, cluster)

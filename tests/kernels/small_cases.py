@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import cutedsl_fa3 as fa3
-from cutedsl_fa3 import cache, masks, reference, scores
+from cutedsl_fa3 import cache, ladder, masks, reference, scores
 from cutedsl_fa3.gemm import ELEMENTS, gemm
 from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
 from cutedsl_fa3.pipelines import Schedule
@@ -168,6 +168,27 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Climb(Attention):
+    """A step of the ladder whose kernel is not the forward's own."""
+
+    step: int = 1
+
+    def rung(self, device: str = "cpu") -> ladder.Rung:
+        """The step for this case's variant and head size."""
+        found = ladder.rungs(self.variant(device), self.head_dims[0], self.dtype)
+        return next(rung for rung in found if rung.number == self.step)
+
+    def kernel(self) -> Any:
+        """The kernel that `run` launches."""
+        return self.rung().kernel
+
+    def run(self) -> torch.Tensor:
+        """The output of the GPU, on the CPU."""
+        q, k, v = (t.cuda() for t in self.inputs())
+        return ladder.launched(self.rung("cuda"), q, k, v)()[0].cpu()
+
+
+@dataclass(frozen=True)
 class Gemm:
     """C = A @ B^T of a few ragged tiles."""
 
@@ -250,6 +271,14 @@ def _attention_cases() -> list[Attention]:
     ]
 
 
+def _ladder_cases() -> list[Attention]:
+    return [
+        Climb(f"ladder step {step}, d{dim}", variant, (dim, dim), step=step)
+        for step, variant in ((1, causal), (2, plain), (3, causal), (4, plain))
+        for dim in (64, 128)
+    ]
+
+
 def _gemm_cases() -> list[Gemm]:
     def schedule(stages: int, *cluster: int, tile_n: int = 128) -> Schedule:
         return Schedule(128, tile_n, stages, 2, overlap="none", cluster=cluster)
@@ -267,7 +296,7 @@ def _gemm_cases() -> list[Gemm]:
 
 
 CASES: dict[str, Attention | Gemm] = {
-    case.name: case for case in (*_attention_cases(), *_gemm_cases())
+    case.name: case for case in (*_attention_cases(), *_ladder_cases(), *_gemm_cases())
 }
 
 

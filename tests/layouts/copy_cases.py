@@ -76,6 +76,8 @@ def case(rng: random.Random, rank: int, swizzle: Swizzle, dtype: type, *features
         else rng.randint(-low * (b + 2), n + 2)
         for b, n in zip(box, shape, strict=True)
     )
+    apart = 16 // size  # elements: what the copy instruction takes along a row
+    coordinate = (coordinate[0] // apart * apart, *coordinate[1:])
     tmap = TensorMap(
         dtype,
         0,
@@ -161,11 +163,12 @@ def expected(case: Case) -> tuple[torch.Tensor, int]:
 
 
 def expected_store(case: Case, smem: torch.Tensor) -> torch.Tensor:
-    """Memory after the store."""
+    """Memory after the store: 16 bytes of a row are written if the first of them is inside."""
     offset, inside = _indices(case)
     memory = torch.frombuffer(bytearray(case.memory), dtype=torch.uint8)
     inside = inside.repeat_interleave(case.tmap.element_bytes, 1)
     target = _bytes_of(offset, case.tmap.element_bytes)
+    inside = inside[:, ::16].repeat_interleave(16, 1) & (target < len(memory))
     memory[target[inside]] = smem[places(case, len(offset))][inside]
     return memory
 

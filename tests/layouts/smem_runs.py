@@ -22,7 +22,7 @@ from driver_verdicts import encode
 from smem_dump import MOST_RANK, SEEN, Product, RawLoad, RawStore, TileLoad
 
 from cutedsl_fa3.compile import compile_kernel
-from cutedsl_fa3.layouts import TensorMap, Tile
+from cutedsl_fa3.layouts import TensorMap, Tile, copy_engine
 
 # Features by group of loads, and the ranks in which each is tried.
 LOADS = {
@@ -143,7 +143,7 @@ TILES = (
     (Tile(128, 128, cutlass.BFloat16), 4),
     (Tile(64, 96, cutlass.BFloat16), 3),
     (Tile(64, 32, cutlass.Int8), 2),
-    (Tile(32, 8, cutlass.BFloat16), 2),
+    (Tile(64, 8, cutlass.BFloat16), 2),
     (Tile(320, 64, cutlass.Float32), 2),
 )
 TORCH = {
@@ -170,14 +170,16 @@ def tile_tensor(tile: Tile, rank: int) -> torch.Tensor:
 def tile_corners(tile: Tile, rank: int) -> list[tuple[int, ...]]:
     """Where loads begin, as (row, col, ...): within, over each edge, outside; an even number."""
     rows, cols, *outer = tile_tensor(tile, rank).shape
+    apart = copy_engine.INNER_ALIGN // TORCH[tile.dtype].itemsize
+    last_col = (cols - 1) // apart * apart
     corners = [
-        *product((0, -3, rows - 5), (0, -2, cols - 7)),
-        *((-tile.rows, 0), (rows, 0), (0, -tile.cols), (0, cols), (5, 3)),
+        *product((0, -3, rows - 5), (0, -apart, last_col)),
+        *((-tile.rows, 0), (rows, 0), (0, -tile.cols), (0, last_col + apart), (5, apart)),
     ]
     last = tuple(n - 1 for n in outer)
     found = [(*corner, *last) for corner in corners]
     found += [
-        (1, 1, *last[:i], beyond, *last[i + 1 :])
+        (1, apart, *last[:i], beyond, *last[i + 1 :])
         for i in range(len(outer))
         for beyond in (-1, outer[i])
     ]
@@ -237,7 +239,7 @@ PRODUCTS = {
     "rows before b": (WHOLE, Operand(64, 64, row=-3)),
     "rows of both": (Operand(60, 64), Operand(70, 64, row=30)),
     "columns behind a": (Operand(64, 57), WHOLE),
-    "columns before b": (WHOLE, Operand(64, 64, col=-1)),
+    "columns before b": (WHOLE, Operand(64, 64, col=-8)),
     "columns behind a against zeros": (Operand(64, 57), Operand(64, 57, oob_fill="zeros")),
     "all of a": (Operand(64, 64, row=64), WHOLE),
     "zeros behind a": (Operand(41, 64, oob_fill="zeros"), WHOLE),

@@ -15,7 +15,7 @@ from cutlass import Float32
 
 from cutedsl_fa3.variant.lower import LN_2, exp2
 
-from .softmax import CHAINS, OnlineSoftmax
+from .softmax import CHAINS, EIGHTHS, OnlineSoftmax, finished
 
 
 class BoundedSoftmax(OnlineSoftmax):
@@ -25,17 +25,21 @@ class BoundedSoftmax(OnlineSoftmax):
         super().__init__(rows, Float32(LN_2), Float32(1.0), sink)
         self.row_max.fill(0.0)
 
-    def step(self, acc_s: cute.Tensor) -> None:
-        """Replace scores by weights in place.
+    def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
+        """Replace scores by weights in place, `early` eighths of them before the next wait.
 
         Shape: acc_s (rows, cols) of this thread.
         """
         for r in range(self.rows):
             sums = [self.row_sum[r]] + [Float32(0.0)] * (CHAINS - 1)
-            for c in range(cute.size(acc_s, mode=[1])):
+            cols = cute.size(acc_s, mode=[1])
+            for c in range(cols):
                 p = exp2(acc_s[r, c])
                 acc_s[r, c] = p
                 sums[c % CHAINS] = sums[c % CHAINS] + p
+                if c == cols * early // EIGHTHS - 1:
+                    for chain in sums:
+                        finished(chain)
             total = sums[0]
             for chain in sums[1:]:
                 total = total + chain

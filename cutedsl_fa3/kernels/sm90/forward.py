@@ -46,6 +46,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cutedsl_fa3.layouts import Tile, wgmma
 from cutedsl_fa3.pipelines import (
+    DRAWING_BUDGETS,
     TMA_BUDGETS,
     Barrier,
     Barriers,
@@ -74,6 +75,9 @@ from .summarise import Summarise
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
+
+
+SMALL = 64  # head size up to which two warpgroups of consumers do with 232 registers as with 240
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,9 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         self.summarise = None
         if plan.table_shape(1, 1, 1, 1) is not None:
             self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
-        producer, consumer = TMA_BUDGETS[s.consumers]
+        spare = dv <= SMALL  # registers of the consumers, for a producer that spills there
+        budgets = DRAWING_BUDGETS if s.persistent and spare else TMA_BUDGETS
+        producer, consumer = budgets[s.consumers]
         self.roles = {
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
@@ -209,9 +215,8 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         """
         s = self.schedule
         q, k, v, o = (heads_last(t) for t in (q, k, v, o))
-        seqlen_q, seqlen_k = q.shape[0], k.shape[0]
         if cutlass.const_expr(self.summarise is not None):
-            self.summarise.launch(captures, table, seqlen_q, seqlen_k, stream)
+            self.summarise.launch(captures, table, q.shape[0], k.shape[0], stream)
         io = Io(
             tuple(self.tiles["q"].load_atom(q)),
             tuple(self.tiles["k"].load_atom(k)),
@@ -413,6 +418,7 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         Returns the rings' ends.
         """
         softmax = w.elements.softmax(len(f.places.row_offsets))
+        softmax.lazy = self.schedule.lazy
         f.acc_o.fill(0.0)
         q, visits = ports.q.clone(), None
         if cutlass.const_expr(self.plan.by_tile):

@@ -16,18 +16,23 @@ Rows whose maximum is beyond FAR, such as rows of nothing but a finite stand-in 
 p = exp2(x - m): m * scale_log2 is rounded to so few bits there that the exponents of equal scores
 would not be 0, and unequal scores are 16 or more apart.
 
+With `lazy` m stays what it is until it has grown by more than LEEWAY: p is then up to 2^LEEWAY, and
+acc_o and row_sum in the same unit, so nothing else changes; a warp whose rows all keep their m
+leaves acc_o alone. That pays where acc_o is large beside acc_s.
+
 `Weights`, for a variant whose softmax is `Elementwise`: what stands in acc_s are the weights, and
 nothing is normalised.
 """
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
 from cutedsl_fa3.layouts.wgmma import ROW_LANES
 from cutedsl_fa3.variant.lower import LN_2, LOG2_E, absolute, exp2, log2, select
-from cutedsl_fa3.variant.softmax import FAR, LARGEST
+from cutedsl_fa3.variant.softmax import FAR, LARGEST, LEEWAY
 
 EIGHTHS = 8
 CHAINS = 2  # independent maxima and sums per row, for instruction-level parallelism
@@ -44,7 +49,7 @@ class OnlineSoftmax:
     def __init__(
         self, rows: int, scale: Float32, scale_log2: Float32, sink: Float32 | None = None
     ) -> None:
-        self.rows = rows
+        self.rows, self.lazy = rows, False
         self.scale, self.scale_log2 = scale, scale_log2
         self.sink = sink
         self.row_max = cute.make_rmem_tensor(rows, Float32)
@@ -71,6 +76,9 @@ class OnlineSoftmax:
                 new = cute.arch.fmax(new, chain)
             for lane in ROW_LANES:
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=lane))
+            if self.lazy:
+                grown = (new - old) * self.scale_log2 > LEEWAY
+                new = select(grown, new, old)
             self.row_max[r] = new
             origin = select(new == -Float32.inf, Float32(0.0), new)
             shift, scale_log2 = self._near(origin)
@@ -95,8 +103,22 @@ class OnlineSoftmax:
         far = absolute(shift) >= FAR
         return select(far, origin, shift), select(far, Float32(1.0), self.scale_log2)
 
-    def rescale(self, acc_o: cute.Tensor) -> None:
-        """Shrink acc_o (rows, cols) to the new maximum."""
+    @cute.jit
+    def rescale(self, acc_o: cute.Tensor):
+        """Shrink acc_o (rows, cols) to the new maximum.
+
+        With `lazy` a warp whose rows all keep theirs leaves it as it is; nothing may be in flight.
+        """
+        if cutlass.const_expr(self.lazy):
+            moved = self.alpha[0] != 1.0
+            for r in cutlass.range_constexpr(1, self.rows):
+                moved = moved | (self.alpha[r] != 1.0)
+            if cute.arch.vote_any_sync(moved):
+                self._shrink(acc_o)
+        else:
+            self._shrink(acc_o)
+
+    def _shrink(self, acc_o: cute.Tensor) -> None:
         for r in range(self.rows):
             for c in range(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * self.alpha[r]
