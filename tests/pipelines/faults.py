@@ -23,6 +23,7 @@ import torch
 from drawing import drawing
 from products import COLS, DEPTH, GROUPS, ROWS
 
+from cutedsl_fa3 import masks
 from cutedsl_fa3.kernels.sm90.forward import ForwardSm90
 from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
 from cutedsl_fa3.model.works import Work, of_gemm, of_plan
@@ -119,15 +120,23 @@ def in_gemm(name: str, made: type[GemmSm90], hardware: Hardware, *said: str) -> 
     )
 
 
-def plan(by_tile: bool = False) -> Plan:
-    """A forward of two warpgroups, by runs or by tiles."""
+ROOMY = Schedule(128, 128, 2, 2, "intra", persistent=True)  # with room for O beside Q at 128
+TURNS = Schedule(128, 64, 2, 2, "pingpong")
+
+
+def plan(
+    by_tile: bool = False, schedule: Schedule | None = None, dims: tuple[int, int] = (128, 128)
+) -> Plan:
+    """A forward of two warpgroups, by runs or by tiles; causal where a schedule is given."""
     documents = torch.arange(64) // 8
 
     def packed(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (documents[q] == documents[k]) & (k <= q)
 
+    if schedule is not None:
+        return Plan(Variant(mask=masks.causal), Problem("bf16", *dims), schedule)
     mask = packed if by_tile else None
-    return Plan.default(Variant(mask=mask), Problem("bf16", 128, 128))
+    return Plan.default(Variant(mask=mask), Problem("bf16", *dims))
 
 
 def delayed(kernel: ForwardSm90, delay: int) -> ForwardSm90:
@@ -138,28 +147,36 @@ def delayed(kernel: ForwardSm90, delay: int) -> ForwardSm90:
 
 
 def in_forward(
-    name: str, made: type[ForwardSm90], hardware: Hardware, *said: str, by_tile: bool = False
+    name: str,
+    made: type[ForwardSm90],
+    hardware: Hardware,
+    *said: str,
+    by_tile: bool = False,
+    schedule: Schedule | None = None,
+    dims: tuple[int, int] = (128, 128),
 ) -> Fault:
-    """A fault in the forward."""
+    """A fault in the forward; one persistent CTA computes all work tiles."""
+    of_all = by_tile, schedule, dims
 
     def given(device: str) -> tuple:
         rows = 1152  # nine key tiles: the last V lies where O goes, if it goes there
-        q, k, v, o = _matrices(device, *[(1, rows, 1, 128)] * 4)
+        d, dv = dims
+        q, k, v, o = _matrices(device, *[(1, rows, 1, dim) for dim in (d, d, dv, dv)])
         lse = torch.empty(1, 1, rows, device=device)
-        drawn_from = drawing(plan(by_tile).schedule, device)
+        drawn_from = drawing(plan(*of_all).schedule, device, ctas=1)
         if not by_tile:
             return q, k, v, o, lse, None, None, None, *drawn_from, 0.1
         documents = torch.zeros(rows, dtype=torch.int64, device=device)  # one of them
-        shape = plan(by_tile).table_shape(1, 1, rows, rows)
+        shape = plan(*of_all).table_shape(1, 1, rows, rows)
         table = torch.zeros(shape, dtype=torch.int32, device=device)
         return q, k, v, o, lse, (documents,), table, None, *drawn_from, 0.1
 
     return Fault(
         name,
-        lambda delay: delayed(made(plan(by_tile)), delay),
+        lambda delay: delayed(made(plan(*of_all)), delay),
         hardware,
         said,
-        lambda: list(of_plan(plan(by_tile))),
+        lambda: list(of_plan(plan(*of_all), None if schedule is None else 1)),
         given,
     )
 
@@ -425,6 +442,68 @@ FAULTS: tuple[Fault, ...] = (
         "hangs",
         "waits on ring 'visits' empty, stage 0",
         by_tile=True,
+    ),
+    # Work tile after work tile.
+    in_forward(
+        "Q released at once",
+        shipped.QueriesReleasedAtOnce,
+        "races",
+        "overwritten before read: tile 'q': a TMA copy into it by producer warp 0 may come before "
+        "a WGMMA that reads it",
+        schedule=ROOMY,
+    ),
+    in_forward(
+        "Q kept",
+        shipped.QueriesKept,
+        "hangs",
+        r"producer warp 0: waits on ring 'q' empty, stage 0, phase 0 \(0 of 8 arrivals",
+        schedule=ROOMY,
+    ),
+    in_forward(
+        "Q over an O that is stored",
+        shipped.QueriesOverOutput,
+        "races",
+        "overwritten before read: tile 'q' and tile 'o': a TMA copy into it by producer warp 0 may "
+        "come before a TMA store that reads it",
+        schedule=ROOMY,
+        dims=(192, 128),
+    ),
+    in_forward(
+        "O over an O that is stored",
+        shipped.OutputOverOutput,
+        "races",
+        "overwritten before read: tile 'o': a write of threads to it .* a TMA store that reads it",
+        "ends too soon: consumer warp 0 ends while a TMA store may still read",
+        schedule=ROOMY,
+    ),
+    in_forward(
+        "no last word",
+        shipped.NoLastWord,
+        "hangs",
+        "consumer warps 0 to 7: waits on ring 'work' full",
+        "producer warps 0 to 3: ended",
+        schedule=ROOMY,
+    ),
+    in_forward(
+        "work counted in threads",
+        shipped.WorkInThreads,
+        "hangs",
+        "waits on ring 'work' empty, stage 0",
+        schedule=ROOMY,
+    ),
+    in_forward(
+        "a work tile's words overwritten",
+        shipped.WorkOneTooFew,
+        "races",
+        "phase may end early: ring 'work' empty, stage 0: an arrival by consumer warp 7",
+        schedule=ROOMY,
+    ),
+    in_forward(
+        "passing over without a turn",
+        shipped.PassesOverWithoutATurn,
+        "hangs",
+        r"waits at named barrier \d+ 'turn'",
+        schedule=TURNS,
     ),
     in_forward(
         "a word overwritten",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +13,8 @@ from products import Products
 
 from cutedsl_fa3.kernels.sm90.forward import ForwardSm90
 from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
-from cutedsl_fa3.pipelines import Ring, Role, Schedule, WordRing
+from cutedsl_fa3.layouts import wgmma
+from cutedsl_fa3.pipelines import Ring, Role, Schedule, WordRing, drawn_tile, put
 from cutedsl_fa3.plans import Plan
 
 
@@ -121,3 +123,88 @@ class VisitsOneTooFew(ForwardSm90):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.rings["visits"] = WordsOneTooFew(stages=1)
+
+
+# Persistent CTAs.
+
+
+class QueriesReleasedAtOnce(ForwardSm90):
+    """Q's slot is empty as soon as it is full, while S of later key tiles still reads it."""
+
+    @cute.jit
+    def attend(self, io, smem, w, f, turns, ports, thread):
+        softmax = w.elements.softmax(len(f.places.row_offsets))
+        f.acc_o.fill(0.0)
+        group, q = thread // wgmma.WARPGROUP, ports.q.clone()
+        if w.runs.n_total > 0:
+            q.wait()
+            q.release()
+        ring_q, ring_k, ring_v, some = self.along_runs(io, w, f, softmax, turns, ports, group)
+        if some:
+            ring_v = self.last_values(f, ring_v)
+        self.epilogue(io, smem, w, f, softmax, thread)
+        return ring_q, ring_k, ring_v, None
+
+
+class QueriesKept(ForwardSm90):
+    """Q's slot is never released, so that the next work tile's Q has no place."""
+
+    @cute.jit
+    def attend(self, io, smem, w, f, turns, ports, thread):
+        softmax = w.elements.softmax(len(f.places.row_offsets))
+        f.acc_o.fill(0.0)
+        group = thread // wgmma.WARPGROUP
+        ring_q, ring_k, ring_v, some = self.along_runs(io, w, f, softmax, turns, ports, group)
+        if some:
+            ring_v = self.last_values(f, ring_v)
+        self.epilogue(io, smem, w, f, softmax, thread)
+        return ring_q, ring_k, ring_v, None
+
+
+class QueriesOverOutput(ForwardSm90):
+    """Q's slot, in which O lies, is released while the store of O may still read it."""
+
+    def store(self, tile, target, smem, block, wait=True):
+        super().store(tile, target, smem, block, wait=False)
+
+
+class OutputOverOutput(ForwardSm90):
+    """The next work tile's O is written while the store of this one's may still read it."""
+
+    def stored(self) -> None:
+        pass
+
+
+class NoLastWord(ForwardSm90):
+    """Nobody tells the consumers that there is no more work."""
+
+    @cute.jit
+    def produce_drawn(self, io, smem, ports):
+        ring_q, ring_k, ring_v, work = ports.q, ports.k, ports.v, ports.work
+        tiles = self.work_tiles(io)
+        index, _, _ = cute.arch.block_idx()
+        while index < tiles:
+            m_block, head, batch = self.place(io, index)
+            work = put(work, smem.work, m_block, head, batch)
+            ends = SimpleNamespace(q=ring_q, k=ring_k, v=ring_v, visits=None)
+            ring_q, ring_k, ring_v, _, drawn = self.produce(io, smem, ends, m_block, head, batch)
+            index = drawn_tile(drawn, io.counter, tiles)
+
+
+class WorkInThreads(ForwardSm90):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.rings["work"] = WordsInThreads(stages=2, words=3)
+
+
+class WorkOneTooFew(ForwardSm90):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.rings["work"] = WordsOneTooFew(stages=1, words=3)
+
+
+class PassesOverWithoutATurn(ForwardSm90):
+    """A warpgroup takes no turn for a key tile that it passes over: fewer than the other."""
+
+    def unseen(self, io, w, turns, ring_k, ring_v, group):
+        return super().unseen(io, w, None, ring_k, ring_v, group)

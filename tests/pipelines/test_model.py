@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
 from cutedsl_fa3.model import check_pipeline
 from cutedsl_fa3.model.check import Outcome, replay
 from cutedsl_fa3.model.explore import TooMany, explore
+from cutedsl_fa3.model.works import Work, of_plan
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.variant import Variant
+from cutedsl_fa3.variant import Elementwise, Variant
 
 ONE_OF_EACH = (0, 4, 8)  # the producer's warp that copies, and one of each warpgroup of consumers
 EVERY = 23  # of the mutations, in CI
@@ -71,6 +73,100 @@ def test_every_overlap_holds_at_any_depth(stages: int, overlap: str) -> None:
     schedule = Schedule(128, 64, stages=stages, consumers=2, overlap=overlap)
     verdict = check_pipeline(Plan(Variant(mask=masks.causal), Problem("bf16", 64, 64), schedule))
     assert verdict.ok, verdict
+
+
+# One persistent CTA, three work tiles.
+
+
+def packed(b, h, q, k):
+    return (DOCUMENTS[q] == DOCUMENTS[k]) & (k <= q)
+
+
+DOCUMENTS = torch.arange(64) // 8
+CAUSAL, PACKED = Variant(mask=masks.causal), Variant(mask=packed)
+SIGMOID = Variant(mask=masks.causal, softmax=Elementwise(torch.sigmoid))
+# Variant, head sizes, schedule, whether O takes the place of Q. In each group the overlaps and
+# numbers of warpgroups of the table; the sizes of tiles do not count, but for O's place.
+PERSISTENT = {
+    "none": (CAUSAL, (64, 64), Schedule(64, 64, 1, 1, "none"), False),
+    "pingpong": (CAUSAL, (64, 64), Schedule(128, 64, 1, 2, "pingpong"), False),
+    "intra": (CAUSAL, (64, 64), Schedule(128, 64, 2, 2, "intra", early=8), False),
+    "both": (CAUSAL, (64, 64), Schedule(192, 128, 2, 3, "both"), False),
+    "a stage": (CAUSAL, (64, 64), Schedule(192, 128, 1, 3, "both"), False),
+    "weights": (SIGMOID, (64, 64), Schedule(128, 128, 2, 2, "intra"), False),
+    "o over q": (CAUSAL, (192, 128), Schedule(128, 128, 2, 2, "intra"), True),
+    "o over q, a stage": (CAUSAL, (256, 256), Schedule(128, 144, 1, 2, "both"), True),
+    "by tile": (PACKED, (64, 64), Schedule(128, 128, 2, 2, "intra"), False),
+    "by tile, o over q": (PACKED, (192, 128), Schedule(128, 128, 2, 2, "both"), True),
+}
+
+
+def persistent(name: str, store: str, **fields) -> Plan:
+    variant, dims, schedule, _ = PERSISTENT[name]
+    schedule = replace(schedule, persistent=True, store=store, **fields)
+    return Plan(variant, Problem("bf16", *dims), schedule)
+
+
+def three_work_tiles(plan: Plan, ctas: int = 1) -> Work:
+    """As many queries as keys, the longest work tile first, for so many CTAs."""
+    *_, work = of_plan(plan, 0)
+    given = ctas if plan.schedule.persistent else None
+    return Work(work.what, (*work.args[:9], given, work.args[10]))
+
+
+@pytest.mark.parametrize("store", ["tma", "direct"])
+@pytest.mark.parametrize("name", PERSISTENT)
+def test_a_cta_that_draws_three_work_tiles_cannot_hang_race_or_lose_a_tile(name, store) -> None:
+    plan = persistent(name, store)
+    plan.check()
+    assert ("o" in plan.kernel.aliases) == (PERSISTENT[name][3] and store == "tma")
+    work = three_work_tiles(plan)
+    verdict = check_pipeline(plan, [*of_plan(plan, 1), work])
+    assert verdict.ok, verdict
+    last = verdict.outcomes[-1]
+    assert last.fills["q"] == 3 and last.fills["k"] == last.fills["v"]
+    assert work.args[8].tolist() == [0]
+
+
+@pytest.mark.parametrize("ctas", [2, 3, 132])
+def test_work_tiles_are_computed_once_by_whichever_cta(ctas) -> None:
+    plan = persistent("intra", "direct")
+    work = three_work_tiles(plan, ctas)
+    verdict = check_pipeline(plan, [work])
+    assert verdict.ok, verdict
+    found = [outcome.fills["q"] for outcome in verdict.outcomes]
+    assert found == ([2, 1] if ctas == 2 else [1, 1, 1])
+    assert work.args[8].tolist() == [0]
+
+
+@pytest.mark.parametrize("store", ["tma", "direct"])
+@pytest.mark.parametrize("overlap", ["intra", "both"])
+def test_a_work_tile_that_sees_nothing_loads_no_q_and_the_next_one_is_right(overlap, store) -> None:
+    """The second of three: nobody fills or empties Q's slot for it."""
+    mask = masks.and_masks(masks.causal, lambda b, h, q, k: (q < 128) | (q >= 256))
+    schedule = Schedule(128, 64, 1, 2, overlap, persistent=True, store=store)
+    plan = Plan(Variant(mask=mask), Problem("bf16", 64, 64), schedule)
+    assert not plan.by_tile
+    verdict = check_pipeline(plan, [three_work_tiles(plan)])
+    assert verdict.ok, verdict
+    assert {outcome.fills["q"] for outcome in verdict.outcomes} == {2}
+    assert {outcome.fills["k"] for outcome in verdict.outcomes} == {6 + 2}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("overlap", ["none", "pingpong", "intra", "both"])
+def test_a_warpgroup_whose_rows_see_nothing_takes_its_turns_and_releases_what_it_skips(
+    overlap, again
+) -> None:
+    """Rows past the sequence: the second warpgroup passes over every tile."""
+    schedule = Schedule(128, 64, 2, 2, overlap, persistent=again)
+    plan = Plan(CAUSAL, Problem("bf16", 64, 64), schedule)
+    work = three_work_tiles(plan)
+    short = [t[:, :40] if i in (0, 3) else t for i, t in enumerate(work.args[:4])]
+    lse = work.args[4][..., :40]
+    verdict = check_pipeline(plan, [Work("40 queries", (*short, lse, *work.args[5:]))])
+    assert verdict.ok, verdict
+    assert verdict.outcomes[0].fills["k"] == 384 // 64
 
 
 @pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2), (2, 2)])

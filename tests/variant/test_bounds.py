@@ -164,6 +164,9 @@ def check_opaque(variant: Variant, tile: QueryTile, tile_n: int) -> int:
 
     assert tiles(found.partial) == tiles(runs.partial)
     assert tiles(found.full) == tiles(runs.full)
+    for n in range(-(-tile.seqlen_k // tile_n) + 1):
+        inside = found.has(Opaque(n))
+        assert (inside.value if isinstance(inside, Opaque) else inside) == runs.has(n)
     return operations
 
 
