@@ -12,7 +12,7 @@ WHOLE = ("tile_m", "tile_n", "stages", "consumers", "head_group", "early")
 
 
 def test_the_default_is_valid():
-    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8, False, "tma", 0)
+    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8, False, "tma", 0, False)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,8 @@ def test_the_default_is_valid():
         ({"store": None}, r"store = None: one of tma, direct"),
         ({"early": -1}, r"early = -1: 0 to 8"),
         ({"early": 9}, r"early = 9: 0 to 8"),
+        ({"lazy": 0}, r"lazy = 0: True or False"),
+        ({"lazy": None}, r"lazy = None: True or False"),
     ],
     ids=str,
 )
@@ -64,20 +66,22 @@ def test_a_field_that_cannot_work_is_refused_by_name_and_value(fields, message):
     st.booleans(),
     st.sampled_from(["tma", "direct"]),
     st.integers(0, 8),
+    st.booleans(),
 )
 def test_what_the_hardware_allows_is_accepted_and_printed(
-    consumers, rows, keys, stages, overlap, cluster, persistent, store, early
+    consumers, rows, keys, stages, overlap, cluster, persistent, store, early, lazy
 ):
     if consumers == 1 and overlap in ("pingpong", "both"):
         overlap = "intra"
     tiles = (64 * consumers * rows, 16 * keys, stages, consumers, overlap, cluster)
-    made = Schedule(*tiles, persistent=persistent, store=store, early=early)
+    made = Schedule(*tiles, persistent=persistent, store=store, early=early, lazy=lazy)
     assert made.intra == (overlap in ("intra", "both"))
     assert made.pingpong == (overlap in ("pingpong", "both"))
     assert str(made) == (
         f"tile {made.tile_m} x {made.tile_n}, {stages} stages, {consumers} consumer warpgroups, "
         f"overlap {overlap}, cluster {cluster[0]}x{cluster[1]}, "
-        f"{'persistent CTAs' if persistent else 'a CTA a tile'}, store {store}, early {early}/8"
+        f"{'persistent CTAs' if persistent else 'a CTA a tile'}, store {store}, early {early}/8, "
+        f"rescale {'lazy' if lazy else 'always'}"
     )
 
 
