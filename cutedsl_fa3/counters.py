@@ -17,6 +17,7 @@ BLOCK = 4096  # counters that are made at once
 _lock = threading.Lock()
 _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _spare: dict[int, list[torch.Tensor]] = {}
+_blocks: list[torch.Tensor] = []  # graphs point into them, and say nothing of it
 
 # The address of a device's current stream, which `torch.cuda.current_stream` wraps; a torch without
 # CUDA has none.
@@ -41,6 +42,7 @@ def _of_a_stream(index: int) -> torch.Tensor:
         if len(_spare.get(index, ())) < BLOCK // 2:
             block = torch.zeros(BLOCK, dtype=torch.int32, device=f"cuda:{index}")
             torch.cuda.current_stream(index).synchronize()  # before a graph on any stream has one
+            _blocks.append(block)
             _spare.setdefault(index, []).extend(block.split(1))
         return _of_streams.setdefault((index, current_stream(index)), made)
 

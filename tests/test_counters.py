@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +35,7 @@ def cuda(monkeypatch) -> Cuda:
     made = Cuda()
     monkeypatch.setattr(counters, "_of_streams", {})
     monkeypatch.setattr(counters, "_spare", {})
+    monkeypatch.setattr(counters, "_blocks", [])
     monkeypatch.setattr(counters, "capturing", lambda: made.captured)
     monkeypatch.setattr(counters, "current_stream", lambda index: made.stream)
     monkeypatch.setattr(torch, "zeros", made.zeros)
@@ -159,3 +162,13 @@ def test_graphs_of_persistent_launches_run_beside_eager_ones():
             eager = fa3.attention(q, q, q, variant, schedule=schedule)
         torch.cuda.synchronize()
         assert all(torch.equal(out, wanted) for out in (*outs, eager))
+
+
+def test_memory_that_a_graph_was_given_outlives_the_views_of_it(cuda):
+    counters.counter(0)
+    cuda.captured = True
+    given = [counters.counter(0) for _ in range(counters.BLOCK)]
+    first = weakref.ref(given[0].untyped_storage())
+    given.clear()
+    gc.collect()
+    assert not counters._spare[0] and first() is not None

@@ -102,7 +102,9 @@ def test_a_table_by_distance_is_read_in_every_layout(dim, layout, dtype):
     hold(q, k, v, Variant(score, masks.causal if layout != "short" else inside))
 
 
-@pytest.mark.parametrize("mask", [None, masks.causal, masks.window(300, 40)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [None, masks.causal, masks.window(300, 40)], ids=["full", "causal", "window"]
+)
 def test_alibi_is_that_of_the_reference_with_slopes_of_any_sign(mask):
     slopes = torch.tensor([0.7, -0.01, 1e-4, 0.0], device="cuda")
     q, k, v = (torch.randn(1, 700, 4, 64, device="cuda").bfloat16() for _ in range(3))

@@ -63,7 +63,7 @@ from cutedsl_fa3.pipelines import (
     put,
     take,
 )
-from cutedsl_fa3.pipelines.roles import WARP, first_warps
+from cutedsl_fa3.pipelines.roles import WARP, first_warps, launch_registers
 from cutedsl_fa3.variant.bounds import Runs
 from cutedsl_fa3.variant.describe import ever_full
 
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
 
 
+BESIDE = 30  # registers that ptxas (C7602) wants for an instruction besides its accumulator
 SMALL = 64  # head size up to which two warpgroups of consumers do with 232 registers as with 240
 
 
@@ -160,6 +161,13 @@ class ForwardSm90(MainLoop, WarpSpecialized):
             raise ScheduleError(
                 f"tile_m = {s.tile_m} with consumers = {s.consumers}: the forward gives each "
                 f"consumer warpgroup {wgmma.ROWS} rows; use tile_m={wgmma.ROWS * s.consumers}"
+            )
+        cols, granted = max(s.tile_n, self.head_dim_v), launch_registers(self.threads)
+        if cols // 2 + BESIDE > granted:
+            raise ScheduleError(
+                f"consumers = {s.consumers}: a product of {cols} columns holds {cols // 2} registers a "
+                f"thread and needs {BESIDE} more, and {self.threads} threads are launched with "
+                f"{granted}; use consumers=2"
             )
         if s.cluster != (1, 1):
             raise ScheduleError(
