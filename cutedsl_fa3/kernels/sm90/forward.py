@@ -123,7 +123,8 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         self.summarise = None
         if plan.table_shape(1, 1, 1, 1) is not None:
             self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
-        spare = dv <= SMALL  # registers of the consumers, for a producer that spills there
+        # Registers of the consumers that they can spare, for a producer that would spill.
+        spare = dv <= SMALL or (d <= SMALL and not plan.by_tile)
         budgets = DRAWING_BUDGETS if s.persistent and spare else TMA_BUDGETS
         producer, consumer = budgets[s.consumers]
         self.roles = {
@@ -165,8 +166,8 @@ class ForwardSm90(MainLoop, WarpSpecialized):
         cols, granted = max(s.tile_n, self.head_dim_v), launch_registers(self.threads)
         if cols // 2 + BESIDE > granted:
             raise ScheduleError(
-                f"consumers = {s.consumers}: a product of {cols} columns holds {cols // 2} registers a "
-                f"thread and needs {BESIDE} more, and {self.threads} threads are launched with "
+                f"consumers = {s.consumers}: a product of {cols} columns needs {cols // 2} and "
+                f"{BESIDE} registers a thread, and {self.threads} threads are launched with "
                 f"{granted}; use consumers=2"
             )
         if s.cluster != (1, 1):
