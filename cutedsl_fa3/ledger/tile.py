@@ -136,7 +136,9 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
         }
         found["rescale"] = {"FMUL": outputs + 2 * rows, "FFMA": rows}
     found["rounding"] = {"F2FP": scores / 2}
-    found["waits"] = {"HGMMA": products, "bookkeeping": 45 + 3 * products}
+    again = products if plan.schedule.persistent else 0  # addresses made uniform once more
+    vote = 12 if plan.schedule.lazy else 0
+    found["waits"] = {"HGMMA": products, "bookkeeping": 45 + 3 * products + again + vote}
     return found
 
 
