@@ -68,8 +68,9 @@ def test_every_need_has_variants_and_every_row_is_measured_with_each_that_it_ser
         assert chosen, row
         of_dims.setdefault((row.head_dim, row.head_dim_v), []).extend(c.variant for c in chosen)
     every = [variant for group in evidence.VARIANTS.values() for variant in group]
-    for variants in of_dims.values():
-        assert sorted(variants) == sorted(every)
+    alone = {(128, 64): ["documents:1000"]}  # a row for these sizes and one need
+    for dims, variants in of_dims.items():
+        assert sorted(variants) == sorted(alone.get(dims, every))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=name)
