@@ -138,7 +138,9 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
     found["rounding"] = {"F2FP": scores / 2}
     again = products if plan.schedule.persistent else 0  # addresses made uniform once more
     vote = 12 if plan.schedule.lazy else 0
-    found["waits"] = {"HGMMA": products, "bookkeeping": 45 + 3 * products + again + vote}
+    word = 24 if plan.by_tile else 0  # which tile, from the producer
+    bookkeeping = 45 + 3 * products + again + vote + word
+    found["waits"] = {"HGMMA": products, "bookkeeping": bookkeeping}
     return found
 
 
