@@ -166,7 +166,7 @@ def banks() -> list[Part]:
 
 TAIL_TILE = (48, 64)  # rows, columns
 TAIL_SHAPE = (53, 33)  # of the tensor, innermost first
-TAIL_CORNER = (-5, 8)
+TAIL_CORNER = (-8, 8)
 
 
 def tail() -> list[Part]:

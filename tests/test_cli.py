@@ -338,7 +338,7 @@ def test_tune_table_compiles_then_measures_what_is_left_in_one_record(
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("table-") and seen == [("full", 5), ("causal", 5)]
-    assert '64 nothing       holds  "1 1;' in result.output
+    assert '64 light         holds  "1 1;' in result.output
 
 
 @pytest.mark.compile
