@@ -41,6 +41,7 @@ WITHOUT_CODE = frozenset(
         "cli_model.py",
         "configs.py",
         "contract.py",
+        "counters.py",
         "demo.py",
         "emulate.py",
         "evidence.py",

@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import warp
 
+from . import wgmma
 from .tile import transposed
-from .wgmma import Places
 
 ROWS = 16  # rows of one instruction, all of one warp
 COLS = 8  # columns of one instruction
@@ -125,18 +125,9 @@ def as_operand(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, layout)
 
 
-def places(mma: cute.TiledMma, rows: int, cols: int, thread: cute.Int32) -> Places:
+def places(mma: cute.TiledMma, rows: int, cols: int, thread: cute.Int32) -> wgmma.Places:
     """The places of `thread`'s share of a rows x cols accumulator."""
-    tile = cute.make_identity_tensor((rows, cols))
-    mine = as_rows_cols(mma.get_slice(thread).partition_C(tile))
-    static = as_rows_cols(mma.get_slice(0).partition_C(tile))  # thread 0 starts at (0, 0)
-    held = [cute.size(static, mode=[i]) for i in range(2)]
-    return Places(
-        mine[0, 0][0],
-        mine[0, 0][1],
-        tuple(static[r, 0][0] for r in range(held[0])),
-        tuple(static[0, c][1] for c in range(held[1])),
-    )
+    return wgmma.places(mma, rows, cols, thread, as_rows_cols)
 
 
 def stmatrix(mma: cute.TiledMma, dtype: type) -> cute.TiledCopy:

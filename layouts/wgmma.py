@@ -10,6 +10,7 @@ matrix fragments): rows lane/4 and lane/4 + 8 of its warp's 16 rows; in both, co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,11 +107,17 @@ class Places:
     col_offsets: tuple[int, ...]
 
 
-def places(mma: cute.TiledMma, rows: int, cols: int, thread: cute.Int32) -> Places:
-    """The places of `thread`'s share of a rows x cols accumulator."""
+def places(
+    mma: cute.TiledMma,
+    rows: int,
+    cols: int,
+    thread: cute.Int32,
+    view: Callable[[cute.Tensor], cute.Tensor] = as_rows_cols,
+) -> Places:
+    """The places of `thread`'s share of a rows x cols accumulator, `view` of it as (rows, cols)."""
     tile = cute.make_identity_tensor((rows, cols))
-    mine = as_rows_cols(mma.get_slice(thread).partition_C(tile))
-    static = as_rows_cols(mma.get_slice(0).partition_C(tile))  # thread 0 starts at (0, 0)
+    mine = view(mma.get_slice(thread).partition_C(tile))
+    static = view(mma.get_slice(0).partition_C(tile))  # thread 0 starts at (0, 0)
     held = [cute.size(static, mode=[i]) for i in range(2)]
     return Places(
         mine[0, 0][0],

@@ -107,6 +107,27 @@ def variants(device: str = "cpu") -> dict[str, Variant]:
     }
 
 
+def hold_to_torch(
+    found: tuple[torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | None = None,
+    scale: float | None = None,
+) -> None:
+    """One tolerance rule: at most twice torch's error at the input dtype, plus one rounding."""
+    (out, lse), given = found, (q, k, v, variant)
+    exact, exact_lse = reference.attention_with_lse(*given, scale=scale, dtype=torch.float64)
+    error = (plain(*given, scale).double() - exact).abs().max()
+    allowed = 2 * error + torch.finfo(q.dtype).eps * exact.abs().max()
+    assert (out.double() - exact).abs().max() <= allowed
+    empty = exact_lse == -math.inf
+    assert torch.equal(lse == -math.inf, empty)
+    assert (out.transpose(1, 2)[empty] == 0).all()
+    # Ten times what the approximate functions of a score may be off by (variant/lower.py).
+    assert ((lse.double() - exact_lse)[~empty].abs() <= 1e-4 * (1 + exact_lse[~empty].abs())).all()
+
+
 def plain(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from twin_cases import plain
+from twin_cases import hold_to_torch
 
 import cutedsl_fa3 as fa3
 from cutedsl_fa3 import cache, masks, reference, scores
@@ -35,20 +35,10 @@ def ramp(keys):
 
 
 def check(q, k, v, variant=None, schedule=None, scale=None):
-    """One tolerance rule: at most twice torch's error at the input dtype, plus one rounding."""
-    out, lse = fa3.attention_with_lse(q, k, v, variant, schedule=schedule, scale=scale)
-    exact, exact_lse = reference.attention_with_lse(
-        q, k, v, variant, scale=scale, dtype=torch.float64
-    )
-    error = (plain(q, k, v, variant, scale).double() - exact).abs().max()
-    allowed = 2 * error + torch.finfo(q.dtype).eps * exact.abs().max()
-    assert (out.double() - exact).abs().max() <= allowed
-    empty = exact_lse == -math.inf
-    assert torch.equal(lse == -math.inf, empty)
-    assert (out.transpose(1, 2)[empty] == 0).all()
-    # Ten times what the approximate functions of a score may be off by (variant/lower.py).
-    assert ((lse.double() - exact_lse)[~empty].abs() <= 1e-4 * (1 + exact_lse[~empty].abs())).all()
-    return out, lse
+    """The kernel's result, held to torch."""
+    found = fa3.attention_with_lse(q, k, v, variant, schedule=schedule, scale=scale)
+    hold_to_torch(found, q, k, v, variant, scale)
+    return found
 
 
 SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv_heads

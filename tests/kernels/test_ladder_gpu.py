@@ -7,7 +7,7 @@ from functools import cache as cached
 
 import pytest
 import torch
-from twin_cases import drawn, plain
+from twin_cases import drawn, hold_to_torch
 
 from cutedsl_fa3 import Variant, ladder, masks, reference
 from cutedsl_fa3 import cache as kernels
@@ -47,18 +47,10 @@ def on_gpu(*shape: int, dtype=torch.bfloat16) -> tuple[torch.Tensor, ...]:
 
 
 def check(rung: Rung, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """One tolerance rule: at most twice torch's error at the input dtype, plus one rounding."""
-    variant = rung.plan.variant
-    out, lse = launched(rung, q, k, v)()
-    exact, exact_lse = reference.attention_with_lse(q, k, v, variant, dtype=torch.float64)
-    error = (plain(q, k, v, variant).double() - exact).abs().max()
-    allowed = 2 * error + torch.finfo(q.dtype).eps * exact.abs().max()
-    assert (out.double() - exact).abs().max() <= allowed
-    empty = exact_lse == -math.inf
-    assert torch.equal(lse == -math.inf, empty)
-    assert (out.transpose(1, 2)[empty] == 0).all()
-    assert ((lse.double() - exact_lse)[~empty].abs() <= 1e-4 * (1 + exact_lse[~empty].abs())).all()
-    return out, lse
+    """The step's result, held to torch."""
+    found = launched(rung, q, k, v)()
+    hold_to_torch(found, q, k, v, rung.plan.variant)
+    return found
 
 
 @every_step

@@ -13,9 +13,9 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cutedsl_fa3.variant.lower import LN_2, exp2
+from cutedsl_fa3.variant.lower import LN_2
 
-from .softmax import CHAINS, EIGHTHS, OnlineSoftmax, finished
+from .softmax import OnlineSoftmax
 
 
 class BoundedSoftmax(OnlineSoftmax):
@@ -31,19 +31,7 @@ class BoundedSoftmax(OnlineSoftmax):
         Shape: acc_s (rows, cols) of this thread.
         """
         for r in range(self.rows):
-            sums = [self.row_sum[r]] + [Float32(0.0)] * (CHAINS - 1)
-            cols = cute.size(acc_s, mode=[1])
-            for c in range(cols):
-                p = exp2(acc_s[r, c])
-                acc_s[r, c] = p
-                sums[c % CHAINS] = sums[c % CHAINS] + p
-                if c == cols * early // EIGHTHS - 1:
-                    for chain in sums:
-                        finished(chain)
-            total = sums[0]
-            for chain in sums[1:]:
-                total = total + chain
-            self.row_sum[r] = total
+            self._weigh(acc_s, r, lambda x: x, early)
 
     def rescale(self, acc_o: cute.Tensor) -> None:
         """Nothing: the maximum does not grow."""

@@ -108,14 +108,17 @@ class Elements:
         tile = self.query_tile(m_block, tile_m)
         return scan(self.variant.mask, tile, m_block, tile_n, self.captures, table)
 
-    def softmax(self, rows: int) -> OnlineSoftmax | Weights:
-        """What makes weights of the scores of the rows that one thread holds."""
+    def softmax(self, rows: int, lazy: bool = False) -> OnlineSoftmax | Weights:
+        """What makes weights of the scores of the rows that one thread holds.
+
+        `lazy`: a running maximum moves only when it has grown enough; see softmax.py.
+        """
         if self.has_weight:
             return Weights()
         if self.bounded:
             return BoundedSoftmax(rows, self.sink())
         scale = self.scale if self.changes is None else Float32(1.0)
-        return OnlineSoftmax(rows, scale, self.scale_log2, self.sink())
+        return OnlineSoftmax(rows, scale, self.scale_log2, self.sink(), lazy)
 
     def sink(self) -> Float32 | None:
         """This head's sink, natural."""

@@ -26,6 +26,8 @@ nothing is normalised.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
@@ -47,9 +49,14 @@ class OnlineSoftmax:
     """
 
     def __init__(
-        self, rows: int, scale: Float32, scale_log2: Float32, sink: Float32 | None = None
+        self,
+        rows: int,
+        scale: Float32,
+        scale_log2: Float32,
+        sink: Float32 | None = None,
+        lazy: bool = False,
     ) -> None:
-        self.rows, self.lazy = rows, False
+        self.rows, self.lazy = rows, lazy
         self.scale, self.scale_log2 = scale, scale_log2
         self.sink = sink
         self.row_max = cute.make_rmem_tensor(rows, Float32)
@@ -83,19 +90,27 @@ class OnlineSoftmax:
             origin = select(new == -Float32.inf, Float32(0.0), new)
             shift, scale_log2 = self._near(origin)
             alpha = exp2((old - origin) * self.scale_log2)
-            sums = [self.row_sum[r] * alpha] + [Float32(0.0)] * (CHAINS - 1)
-            for c in range(cols):
-                p = exp2(cute.math.fma(acc_s[r, c], scale_log2, -shift))
-                acc_s[r, c] = p
-                sums[c % CHAINS] = sums[c % CHAINS] + p
-                if c == cols * early // EIGHTHS - 1:
-                    for chain in sums:
-                        finished(chain)
-            total = sums[0]
-            for chain in sums[1:]:
-                total = total + chain
-            self.row_sum[r] = total
+            self.row_sum[r] = self.row_sum[r] * alpha
+            self._weigh(acc_s, r, lambda x, a=scale_log2, b=-shift: cute.math.fma(x, a, b), early)
             self.alpha[r] = alpha
+
+    def _weigh(
+        self, acc_s: cute.Tensor, r: int, exponent: Callable[[Float32], Float32], early: int
+    ) -> None:
+        """Row r's scores become 2^exponent of themselves, in place, and join its sum."""
+        cols = cute.size(acc_s, mode=[1])
+        sums = [self.row_sum[r]] + [Float32(0.0)] * (CHAINS - 1)
+        for c in range(cols):
+            p = exp2(exponent(acc_s[r, c]))
+            acc_s[r, c] = p
+            sums[c % CHAINS] = sums[c % CHAINS] + p
+            if c == cols * early // EIGHTHS - 1:
+                for chain in sums:
+                    finished(chain)
+        total = sums[0]
+        for chain in sums[1:]:
+            total = total + chain
+        self.row_sum[r] = total
 
     def _near(self, origin: Float32) -> tuple[Float32, Float32]:
         """(shift, scale) that turn scores into exponents of p, for a row with this maximum."""

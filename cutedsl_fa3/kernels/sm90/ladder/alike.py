@@ -25,7 +25,8 @@ from cutedsl_fa3.variant.bounds import Runs
 from cutedsl_fa3.variant.describe import ever_full
 
 from ..elements import Elements
-from ..exact import Again, chosen, lost
+from ..epilogue import Repairs
+from ..exact import Again, lost
 from ..operands import fake_args, heads_last, rows_first
 from .order import IN_ORDER
 
@@ -63,7 +64,7 @@ class Work:
     runs: Runs
 
 
-class Alike(WarpSpecialized):
+class Alike(Repairs, WarpSpecialized):
     """A forward whose warps all do the same, for plain variants: a mask found by runs of tiles.
 
     `schedule.consumers` warpgroups of four warps; they share the rows of a tile.
@@ -186,27 +187,14 @@ class Alike(WarpSpecialized):
         cute.arch.sync_threads()  # all have read Q, whose place O takes
         f.write(smem.o, thread)
         if cutlass.const_expr(self.repairs):
-            self.repair(io, smem, w, f, spoilt, lse, thread)
+            first = w.m_block * self.schedule.tile_m
+            self.repair(io, w, f, smem.o, first, spoilt, lse, thread)
         self.store_o(io, smem, w, thread)
         lse_row = io.lse[None, w.head, w.batch]
         for r in cutlass.range_constexpr(len(lse)):
             row = w.m_block * self.schedule.tile_m + f.places.row + f.places.row_offsets[r]
             if thread % 4 == 0 and row < io.lse.shape[0]:
                 lse_row[row] = lse[r]
-
-    @cute.jit
-    def repair(self, io, smem, w, f, spoilt, lse, thread):
-        """Compute rows again that a hidden value has spoilt; a warp wrote its own rows."""
-        any_row = spoilt[0]
-        for r in cutlass.range_constexpr(1, len(spoilt)):
-            any_row = any_row | spoilt[r]
-        if cute.arch.vote_any_sync(any_row):
-            cute.arch.sync_warp()
-            for r in cutlass.range(len(spoilt), unroll=1):
-                inside = f.places.row + chosen(f.places.row_offsets, r)
-                row = w.m_block * self.schedule.tile_m + inside
-                if chosen(spoilt, r) and row < w.elements.seqlen_q:
-                    self.again(io, w).row(smem.o[inside, None], row, chosen(lse, r), thread)
 
     def again(self, io: Io, w: Work) -> Again:
         """What computes rows of this work tile again, from global memory."""
