@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from cutedsl_fa3.audit import audit
 from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
 from cutedsl_fa3.kernels.sm100.gemm import GemmSm100
 from cutedsl_fa3.layouts import NONE, SW32, SW64, SW128, LayoutError, TensorMap, Tile
-from cutedsl_fa3.pipelines import Schedule
+from cutedsl_fa3.pipelines import Schedule, WordRing
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
 
@@ -105,11 +106,17 @@ SLOPES, OF, SINK = torch.rand(4), torch.arange(4096) // 100, torch.rand(4)
 
 
 def forward(
-    dims: tuple[int, int] = (64, 64), schedule: Schedule | None = None, **variant: Any
+    dims: tuple[int, int] = (64, 64),
+    schedule: Schedule | None = None,
+    persistent: bool = True,
+    **variant: Any,
 ) -> Any:
-    """The kernel of a variant."""
+    """The kernel of a variant, which stores by TMA."""
     q, k, v = (torch.zeros(1, 64, 4, d, dtype=torch.bfloat16) for d in (dims[0], *dims))
-    return fa3.plan(q, k, v, fa3.Variant(**variant), schedule=schedule).kernel
+    plan = fa3.plan(q, k, v, fa3.Variant(**variant), schedule=schedule)
+    if schedule is None:
+        plan = replace(plan, schedule=replace(plan.schedule, store="tma", persistent=persistent))
+    return plan.kernel
 
 
 def gemm(kind: type, warpgroups: int, cluster: tuple[int, int]) -> Any:
@@ -127,8 +134,11 @@ def documents(b, h, q, k):
 
 KERNELS: dict[str, Callable[[], Any]] = {
     **{
-        f"forward {dims[0]}, {dims[1]}": partial(forward, dims, mask=masks.causal)
+        f"forward {dims[0]}, {dims[1]}{name}": partial(
+            forward, dims, persistent=not name, mask=masks.causal
+        )
         for dims in ((64, 64), (192, 128), (256, 256), (40, 72))
+        for name in ("", ", a CTA a tile")
     },
     **{
         f"forward overlap {overlap}": partial(
@@ -150,6 +160,9 @@ KERNELS: dict[str, Callable[[], Any]] = {
     ),
     **{f"ladder step {number}": partial(step, number) for number in (2, 3, 4)},
     "forward with weights": lambda: forward(softmax=Elementwise(torch.sigmoid)),
+    "forward with weights, a CTA a tile": lambda: forward(
+        softmax=Elementwise(torch.sigmoid), persistent=False
+    ),
     **{
         f"gemm on {arch} in clusters of {cluster}": partial(gemm, kind, warpgroups, cluster)
         for kind, arch, warpgroups in ((GemmSm90, "SM90", 2), (GemmSm100, "SM100", 1))
@@ -168,7 +181,9 @@ def flows(made: dict[str, tuple[Any, str]], name: str, without: str = "") -> lis
     if name not in made:
         kernel = KERNELS[name]()
         made[name] = kernel, ptx.of_kernel(kernel)
-    text = re.sub(without, "", made[name][1]) if without else made[name][1]
+    # What keeps exponentials before a wait is a store that is never executed (softmax.finished).
+    text = re.sub(r"@below st\.volatile\.shared\S* \[address\], \S+;", "", made[name][1])
+    text = re.sub(without, "", text) if without else text
     found = [Flow(body) for body in ptx.bodies(text)]
     assert any(flow.count(ptx.STORES) for flow in found), "no kernel here stores by TMA"
     return found
@@ -183,7 +198,7 @@ def test_no_path_leads_from_a_write_of_shared_memory_to_its_store_without_a_fenc
         assert flow.unfenced(ptx.STORES) == []
         # A ring of words is written by one role for another; no product reads it, but the text of
         # both roles is one path here.
-        if "visits" not in made[name][0].rings:
+        if not any(isinstance(ring, WordRing) for ring in made[name][0].rings.values()):
             assert flow.unfenced(ptx.PRODUCTS) == []
 
 
