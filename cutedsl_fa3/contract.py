@@ -71,6 +71,17 @@ def contract_of(compiled: Compiled) -> Contract:
     return Contract(resources, parts_of(functions(disassemble(compiled.cubin))))
 
 
+def part_named(parts: Iterable[str], loop: str) -> str:
+    """The part that is this loop: of persistent CTAs it lies within the loop over work tiles.
+
+    Raises: KeyError.
+    """
+    for part in parts:
+        if part.rpartition(" > ")[2] == loop:
+            return part
+    raise KeyError(loop)
+
+
 def parts_of(code: Iterable[Function]) -> dict[str, dict[str, int]]:
     """Instructions by loop; those of kernels without products are named so."""
     parts: dict[str, dict[str, int]] = {}

@@ -74,9 +74,7 @@ def contracts() -> contract.Contracts:
 @pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
 def test_a_tile_of_every_shipped_kernel_has_the_instructions_that_the_table_says(plan, masked):
     parts = contracts().kernels[contract.label(plan.kernel)].parts
-    # For persistent CTAs the loop lies within that over work tiles.
-    name = next(part for part in parts if part.rpartition(" > ")[2] == LOOPS[masked])
-    code = families(dict(parts[name]))
+    code = families(dict(parts[contract.part_named(parts, LOOPS[masked])]))
     counted = {*contract.FAMILIES, "MUFU", "LDG"} & set(FAMILIES)
     if plan.problem.dtype == "fp16" and plan.variant.weight is not None:
         counted -= {"FSEL"}  # weights are hidden as rounded halves, by what contracts do not count
