@@ -64,7 +64,9 @@ def _of_node(node: Node, given: list[Limits]) -> Limits:
         return -given[0][1], -given[0][0]
     if node.op in ("add", "sub"):
         a, b = given if node.op == "add" else (given[0], (-given[1][1], -given[1][0]))
-        return a[0] + b[0], a[1] + b[1]
+        low, high = a[0] + b[0], a[1] + b[1]
+        # inf - inf is NaN, which no comparison carries on: there is no limit then.
+        return (-math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high)
     if node.op == "mul" and all(map(math.isfinite, (*given[0], *given[1]))):
         ends = [x * y for x in given[0] for y in given[1]]
         return min(ends), max(ends)

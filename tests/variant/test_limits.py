@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cutedsl_fa3 import Elementwise, Plan, Problem, Variant, masks, scores
@@ -57,7 +57,18 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph(tuple(b.nodes), output.id)
 
 
+def capped_by_infinities() -> Graph:
+    """min(0, score + inf, score): the sum has no limit, so this has no lower one."""
+    b = Builder()
+    score, infinite = b.input("score"), b.const(math.inf)
+    output = b.emit(
+        "minimum", b.const(0.0), b.emit("minimum", b.emit("add", score, infinite), score)
+    )
+    return Graph(tuple(b.nodes), output.id)
+
+
 @given(graphs())
+@example(capped_by_infinities())
 @settings(max_examples=200)
 def test_no_value_lies_outside_the_limits(graph):
     points = torch.tensor([0.0, 1.0, -1.0, 2.5, -40.0, 1e30, math.inf, -math.inf])
