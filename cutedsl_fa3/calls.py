@@ -76,7 +76,8 @@ class OnDevice:
         self.launch = made.launch
         self.scale = checked_scale(None, head_dim)
         self.device, self.index = q.device, q.device.index
-        self.ctas = _multiprocessors(q.device) if made.schedule.persistent else None
+        residents = made.schedule.residents
+        self.ctas = residents * _multiprocessors(q.device) if made.schedule.persistent else None
         self.out = _model((batch, seqlen_q, heads, v.shape[3]), q.dtype, q.device)
         rows = (batch, heads, seqlen_q) if variant.has_lse else None
         self.lse = _model(rows, torch.float32, q.device)

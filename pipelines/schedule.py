@@ -29,7 +29,8 @@ class Schedule:
     "pingpong" lets consumer warpgroups take turns on the tensor cores, "both" does both.
     `cluster`: CTAs along (m, n) that share multicast loads. `head_group`: heads whose tiles are
     interleaved so that their K and V stay in L2 (1: head after head). `persistent`: a CTA a
-    multiprocessor, which draws tile after tile, instead of a CTA a tile. `store`: the output goes
+    multiprocessor, which draws tile after tile, instead of a CTA a tile. `residents`: CTAs that a
+    multiprocessor runs at a time; with more than one the roles share the registers evenly. `store`: the output goes
     by "tma" through shared memory, or "direct" from registers, and needs no shared memory then.
     `early`: with "intra" or "both", how many eighths of a tile's exponentials are computed before
     the wait for the product with V that runs meanwhile; 0 leaves it to the compiler. `lazy`: O is
@@ -47,6 +48,7 @@ class Schedule:
     cluster: tuple[int, int] = (1, 1)
     head_group: int = 8
     persistent: bool = False
+    residents: int = 1
     store: Store = "tma"
     early: int = 0
     lazy: bool = False
@@ -56,7 +58,7 @@ class Schedule:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
-        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group", "early"):
+        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group", "early", "residents"):
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
@@ -83,6 +85,7 @@ class Schedule:
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
         for field in ("persistent", "lazy"):
             need(isinstance(getattr(self, field), bool), field, "True or False")
+        need(1 <= self.residents <= 4, "residents", "1 to 4")
         need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
 
@@ -100,6 +103,7 @@ class Schedule:
         return (
             f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.consumers} consumer "
             f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}, "
-            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, store {self.store}, "
+            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, "
+            f"{f'{self.residents} at a time, ' if self.residents > 1 else ''}store {self.store}, "
             f"early {self.early}/8, rescale {'lazy' if self.lazy else 'always'}"
         )

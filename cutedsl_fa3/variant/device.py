@@ -40,13 +40,14 @@ class Lowering:
         uniform: Mapping[str, Int32],
         pairs: frozenset[int] = frozenset(),
         exponent: bool = False,
+        coarse: bool = False,
     ) -> None:
         self.graph = graph
         self.captures = captures
         self.paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in pairs}
         self.distances, self.evenly_indexed = distances(graph), evenly_indexed(graph)
         self.multiples, self.lines = multiples(graph), lines(graph) if exponent else {}
-        self.capped = capped(graph) if exponent else {}
+        self.capped, self.coarse = capped(graph) if exponent else {}, coarse
         self.functions = functions_of_one(graph, self.capped)
         self.uniform: dict[int, Any] = {}
         everywhere = Element(self, uniform, 0, 0, {}, False)
@@ -74,6 +75,13 @@ class Lowering:
         """
         return Element(self, positions, row, column, memo, in_pairs).value(self.graph.output)
 
+    def read(
+        self, positions: Mapping[str, Any], row: int, column: int, memo: dict
+    ) -> None:
+        """Read what `at` will need for an element from memory, where its neighbours share it."""
+        for number in self.evenly_indexed:
+            Element(self, positions, row, column, memo, False).value(number)
+
     def together(
         self,
         elements: Sequence[tuple[Mapping[str, Any], int, int]],
@@ -99,6 +107,8 @@ class Lowering:
         """One of the functions of one value that may share a reciprocal, at several elements."""
         node, cap = self.graph.nodes[number], self.capped.get(number)
         argument = cap.argument if cap else node.args[0]
+        if cap and self.coarse:
+            return [lower.tanh_of_the_unit(e.times(argument, 1.0)) * cap.cap for e in elements]
         factor = LOG2_E if node.op == "sigmoid" else 2.0 * LOG2_E
         exponents = [element.times(argument, factor) for element in elements]
         if cap:

@@ -58,7 +58,9 @@ class Elements:
         if changed is not None:
             changed = in_base_2(changed) if bounded else changed
             known = with_known_signs(changed, variant.mask)
-            self.changes = Lowering(known, captures, uniform, pairs, exponent=not self.has_weight)
+            self.changes = Lowering(
+                known, captures, uniform, pairs, exponent=not self.has_weight, coarse=bounded
+            )
         lowered = {
             role: Lowering(graph, captures, uniform, pairs)
             for role, graph in variant.graphs.items()
@@ -128,29 +130,48 @@ class Elements:
         index = [self.uniform["h"]] if self.variant.captures[number].dim() else []
         return load(self.captures[number], index, "float")
 
+    def ahead(self, places: wgmma.Places, corner: tuple[Int32, Int32]) -> Memo:
+        """What a tile's elements share and what memory says of them, read before their products.
+
+        Elements at equal distances share what the score function reads: few enough registers to
+        hold it while the products run.
+        """
+        memo: Memo = ({}, {})
+        if self.changes is not None and self.changes.evenly_indexed:
+            for r in range(len(places.row_offsets)):
+                for c in range(len(places.col_offsets)):
+                    self.changes.read(self._at(places, corner, r, c), r, c, memo[0])
+        return memo
+
+    def _at(self, places: wgmma.Places, corner: tuple[Int32, Int32], r: int, c: int) -> dict:
+        """The positions of one element of this thread, as `Lowering.at` wants them."""
+        first_q, first_k = corner[0] + places.row, corner[1] + places.col
+        ahead_q, ahead_k = places.row_offsets[r], places.col_offsets[c]
+        origin = (first_q, first_k, ahead_q, ahead_k)
+        return {"q": first_q + ahead_q, "k": first_k + ahead_k, "origin": origin, **self.uniform}
+
     def apply(
-        self, acc_s: cute.Tensor, places: wgmma.Places, corner: tuple[Int32, Int32], masked: bool
+        self,
+        acc_s: cute.Tensor,
+        places: wgmma.Places,
+        corner: tuple[Int32, Int32],
+        masked: bool,
+        memo: Memo | None = None,
     ) -> None:
         """Scores or weights in place of raw products; with `masked`, nothing for hidden keys.
 
         Shape: acc_s (rows, cols) of this thread, at `places` within the tile whose first query and
-        key are `corner`.
+        key are `corner`; `memo` of the same tile, from `ahead`.
         """
         if not masked and self.changes is None:
             return
-        memo: Memo = ({}, {})
-        first_q, first_k = corner[0] + places.row, corner[1] + places.col
-        queries = [first_q + offset for offset in places.row_offsets]
-        keys = [first_k + offset for offset in places.col_offsets]
+        memo = ({}, {}) if memo is None else (dict(memo[0]), dict(memo[1]))  # two branches read it
         together = 1 if masked else shared.TOGETHER  # a hidden key's NaN must not reach another
-        for first in range(0, len(keys), together):
-            columns = range(first, min(first + together, len(keys)))
-            for r in range(len(queries)):
-                elements = []
-                for c in columns:
-                    ahead = (places.row_offsets[r], places.col_offsets[c])
-                    at = {"q": queries[r], "k": keys[c], "origin": (first_q, first_k, *ahead)}
-                    elements.append(({**at, **self.uniform}, r, c))
+        n_rows, n_cols = len(places.row_offsets), len(places.col_offsets)
+        for first in range(0, n_cols, together):
+            columns = range(first, min(first + together, n_cols))
+            for r in range(n_rows):
+                elements = [(self._at(places, corner, r, c), r, c) for c in columns]
                 raw = [acc_s[r, c] for c in columns]
                 values = self.changed_together(raw, elements, memo, in_pairs=True)
                 for value, (at, _, c) in zip(values, elements, strict=True):

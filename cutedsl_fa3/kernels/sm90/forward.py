@@ -129,10 +129,13 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         spare = dv <= SMALL or (d <= SMALL and not plan.by_tile)
         budgets = DRAWING_BUDGETS if s.persistent and spare else TMA_BUDGETS
         producer, consumer = budgets[s.consumers]
+        self.residents = s.residents
         self.roles = {
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
         }
+        if s.residents > 1:
+            self.roles = {"consumer": Role(warps=4 * s.consumers), "producer": Role(warps=1)}
         table = {}
         if s.store == "tma":
             table["strip"] = Barrier(wgmma.WARPGROUP, copies=s.consumers)
@@ -165,7 +168,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
                 f"tile_m = {s.tile_m} with consumers = {s.consumers}: the forward gives each "
                 f"consumer warpgroup {wgmma.ROWS} rows; use tile_m={wgmma.ROWS * s.consumers}"
             )
-        cols, granted = max(s.tile_n, self.head_dim_v), launch_registers(self.threads)
+        cols, granted = max(s.tile_n, self.head_dim_v), launch_registers(self.threads, s.residents)
         if cols // 2 + BESIDE > granted:
             raise ScheduleError(
                 f"consumers = {s.consumers}: a product of {cols} columns needs {cols // 2} and "

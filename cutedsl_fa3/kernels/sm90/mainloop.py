@@ -133,12 +133,13 @@ class MainLoop:
         """S and P of the first tile, which nothing overlaps."""
         slot = ring_k.wait_and_advance()
         acc_s = f.multiply_qk(slot)
+        memo = self.ahead(w, f, n_block)
         warpgroup.wait_group(0)
         slot.release()
         if masked:
-            self.modify(w, f, acc_s, n_block, masked=True)
+            self.modify(w, f, acc_s, n_block, True, memo)
         else:
-            self.modify(w, f, acc_s, n_block, masked=False)
+            self.modify(w, f, acc_s, n_block, False, memo)
         softmax.step(wgmma.as_rows_cols(acc_s))
         f.round_p(acc_s)
         return ring_k
@@ -154,9 +155,10 @@ class MainLoop:
         f.multiply_pv(slot_v)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
+        memo = self.ahead(w, f, n_block)
         warpgroup.wait_group(1)
         slot_k.release()
-        self.modify(w, f, acc_s, n_block, masked)
+        self.modify(w, f, acc_s, n_block, masked, memo)
         softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early)
         warpgroup.wait_group(0)
         slot_v.release()
@@ -182,9 +184,10 @@ class MainLoop:
         acc_s = f.multiply_qk(slot_k)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
+        memo = self.ahead(w, f, n_block)
         warpgroup.wait_group(0)
         slot_k.release()
-        self.modify(w, f, acc_s, n_block, masked)
+        self.modify(w, f, acc_s, n_block, masked, memo)
         softmax.step(wgmma.as_rows_cols(acc_s))
         f.round_p(acc_s)
         softmax.rescale(f.output)
@@ -194,11 +197,18 @@ class MainLoop:
         slot_v.release()
         return ring_k, ring_v
 
-    def modify(self, w, f, acc_s, n_block, masked):
+    def ahead(self, w, f, n_block):
+        """What the score function reads for one tile: it waits for memory while products run."""
+        return w.elements.ahead(f.places, self.corner(w, n_block))
+
+    def modify(self, w, f, acc_s, n_block, masked, memo):
         """Score and mask of one tile, in place."""
-        s = self.schedule
-        corner = (w.m_block * s.tile_m, n_block * s.tile_n)
-        w.elements.apply(wgmma.as_rows_cols(acc_s), f.places, corner, masked)
+        corner = self.corner(w, n_block)
+        w.elements.apply(wgmma.as_rows_cols(acc_s), f.places, corner, masked, memo)
+
+    def corner(self, w, n_block):
+        """The first query and key of a tile."""
+        return w.m_block * self.schedule.tile_m, n_block * self.schedule.tile_n
 
     @cute.jit
     def record(self, io, w, j, n_block, masked):

@@ -180,15 +180,15 @@ class OnlineSoftmax:
 
 
 def finished(value: Float32) -> None:
-    """Keep the computation of a value that is not below 0 in front of the next wait.
+    """Keep the computation of a sum in front of the next wait.
 
     ptxas moves a wait for WGMMA up to where its operands are needed no more, and computes behind it
-    what could have run meanwhile. It leaves a volatile store where it is, even one that the value's
-    sign forbids.
+    what could have run meanwhile. It leaves a volatile store where it is, even one under a
+    condition that no sum meets: to be a NaN of a pattern that arithmetic does not make.
     """
     cute.arch.inline_ptx(
-        "{ .reg .pred below; .reg .b32 address; mov.b32 address, 0; "
-        "setp.lt.f32 below, {$r0}, 0f00000000; @below st.volatile.shared.f32 [address], {$r0}; }",
+        "{ .reg .pred odd; .reg .b32 bits, address; mov.b32 bits, {$r0}; mov.b32 address, 0; "
+        "setp.eq.u32 odd, bits, 0x7f800001; @odd st.volatile.shared.b32 [address], bits; }",
         read_only_args=[value],
     )
 
@@ -203,7 +203,16 @@ class Weights:
     """Weights that a variant's function has made of the scores; no row is normalised."""
 
     def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
-        """Nothing: acc_s holds the weights already."""
+        """acc_s holds the weights already; `early` eighths of them come before the next wait.
+
+        Shape: acc_s (rows, cols) of this thread.
+        """
+        for r in range(cute.size(acc_s, mode=[0])):
+            known = Float32(0.0)
+            for c in range(cute.size(acc_s, mode=[1]) * early // EIGHTHS):
+                known = known + acc_s[r, c]
+            if early:
+                finished(known)
 
     def rescale(self, acc_o: cute.Tensor) -> None:
         """Nothing: later keys do not change the weight of earlier ones."""
