@@ -57,6 +57,7 @@ __all__ = [
     "Traffic",
     "bank",
     "bank_conflicts",
+    "capacity_of_each",
     "copy_engine",
     "encoded",
     "explain",
@@ -66,7 +67,6 @@ __all__ = [
     "traffic",
     "transposed",
     "widest",
-    "capacity_of_each",
 ]
 
 

@@ -30,11 +30,12 @@ class Schedule:
     `cluster`: CTAs along (m, n) that share multicast loads. `head_group`: heads whose tiles are
     interleaved so that their K and V stay in L2 (1: head after head). `persistent`: a CTA a
     multiprocessor, which draws tile after tile, instead of a CTA a tile. `residents`: CTAs that a
-    multiprocessor runs at a time; with more than one the roles share the registers evenly. `store`: the output goes
-    by "tma" through shared memory, or "direct" from registers, and needs no shared memory then.
-    `early`: with "intra" or "both", how many eighths of a tile's exponentials are computed before
-    the wait for the product with V that runs meanwhile; 0 leaves it to the compiler. `lazy`: O is
-    rescaled only when a row's maximum has grown by more than 8 in base 2.
+    multiprocessor has at a time; where they are more than one the roles share registers evenly.
+    `store`: the output goes by "tma" through shared memory, or "direct" from registers, and needs
+    no shared memory then. `early`: with "intra" or "both", how many eighths of a tile's
+    exponentials are computed before the wait for the product with V that runs meanwhile; 0 leaves
+    it to the compiler. `lazy`: O is rescaled only when a row's maximum has grown by more than 8 in
+    base 2.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -58,7 +59,8 @@ class Schedule:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
-        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group", "early", "residents"):
+        numbers = ("tile_m", "tile_n", "stages", "consumers", "head_group", "early", "residents")
+        for field in numbers:
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")

@@ -244,6 +244,20 @@ def load(capture: cute.Tensor, indices: list[Int32], dtype: str) -> Any:
     return _typed(capture[clamped] if clamped else capture[0], dtype)
 
 
+def address(capture: cute.Tensor, indices: list[Int32]) -> cute.Pointer:
+    """Where an element lies whose last index is inside the tensor; the others are clamped.
+
+    The tensor's last stride is 1.
+    """
+    clamped = _clamped(capture, [*indices[:-1], Int32(0)])
+    return capture[(*clamped[:-1], None)].iterator + indices[-1]
+
+
+def element(place: cute.Pointer, ahead: int, dtype: str) -> Any:
+    """The element so many behind an address: one instruction where `ahead` is a number."""
+    return _typed(cute.make_tensor(place + ahead, cute.make_layout(1))[0], dtype)
+
+
 def _clamped(capture: cute.Tensor, indices: list[Int32]) -> tuple[Int32, ...]:
     extents = capture.shape[: len(indices)]  # a scalar is passed as one element
     return tuple(

@@ -17,6 +17,7 @@ from cutedsl_fa3.variant import Variant, shared
 from cutedsl_fa3.variant.bounds import QueryTile, Runs
 from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.fusion import composed, with_known_signs
+from cutedsl_fa3.variant.keys import Span
 from cutedsl_fa3.variant.limits import in_base_2
 from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, load, scan, select, visits
 from cutedsl_fa3.variant.pairs import dense
@@ -130,17 +131,29 @@ class Elements:
         index = [self.uniform["h"]] if self.variant.captures[number].dim() else []
         return load(self.captures[number], index, "float")
 
-    def ahead(self, places: wgmma.Places, corner: tuple[Int32, Int32]) -> Memo:
-        """What a tile's elements share and what memory says of them, read before their products.
+    def inside(self, m_block: Int32, tile_m: int, tile_n: int, span: Span) -> Boolean | bool:
+        """Whether what the score function reads evenly lies in its tensors, in a span of tiles.
 
-        Elements at equal distances share what the score function reads: few enough registers to
-        hold it while the products run.
+        True where it reads nothing so. Rows past the sequence count: they are computed as well.
+        """
+        if self.changes is None or not self.changes.unclamped:
+            return True
+        first, end = span
+        corner = m_block * tile_m, Int32(first * tile_n)
+        return self.changes.inside(corner, tile_m, Int32(end - first) * tile_n)
+
+    def ahead(self, places: wgmma.Places, corner: tuple[Int32, Int32], masked: bool) -> Memo:
+        """What the score function reads for a tile's elements, before their products are there.
+
+        Elements at equal distances share it: few enough registers to hold it while products run.
+        Where the tile is not `masked`, and `inside` holds, an address is a number behind another.
         """
         memo: Memo = ({}, {})
         if self.changes is not None and self.changes.evenly_indexed:
             for r in range(len(places.row_offsets)):
                 for c in range(len(places.col_offsets)):
-                    self.changes.read(self._at(places, corner, r, c), r, c, memo[0])
+                    at = {**self._at(places, corner, r, c), "inside": not masked}
+                    self.changes.read(at, r, c, memo[0])
         return memo
 
     def _at(self, places: wgmma.Places, corner: tuple[Int32, Int32], r: int, c: int) -> dict:

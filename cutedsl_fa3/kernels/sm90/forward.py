@@ -67,6 +67,7 @@ from cutedsl_fa3.pipelines import (
 from cutedsl_fa3.pipelines.roles import WARP, first_warps, launch_registers
 from cutedsl_fa3.variant.bounds import Runs
 from cutedsl_fa3.variant.describe import ever_full
+from cutedsl_fa3.variant.tiles import candidates
 
 from .elements import Elements
 from .epilogue import Epilogue
@@ -92,6 +93,7 @@ class Work:
     batch: Int32
     elements: Elements
     runs: Runs
+    inside: Boolean | bool  # whether score functions read within their tensors, in full tiles
 
 
 class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
@@ -268,8 +270,11 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         variant, pairs = self.plan.variant, self.plan.pairs
         place, bounded = (batch, head), self.plan.bounded
         elements = Elements(variant, io.captures, io.scale, place, lengths, pairs, bounded)
-        runs = elements.runs(m_block, self.schedule.tile_m, self.schedule.tile_n)
-        return Work(m_block, head, batch, elements, runs)
+        s = self.schedule
+        runs = elements.runs(m_block, s.tile_m, s.tile_n)
+        full = runs if self.plan.by_tile else Runs((), runs.full, runs.ints)
+        inside = elements.inside(m_block, s.tile_m, s.tile_n, candidates(full))
+        return Work(m_block, head, batch, elements, runs, inside)
 
     def kv_head(self, io: Io, head: Int32) -> Int32:
         """The head of K and V that a head of queries reads."""

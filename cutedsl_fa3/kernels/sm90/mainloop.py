@@ -6,7 +6,8 @@ One consumer's view of step j (MMAs are issued, then run while the warpgroup goe
     intra     QK(j+1), PV(j) running under softmax(j+1)
     pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
 
-Tiles that need the element mask come first, in a loop of their own. Where the visible tiles follow
+Tiles that need the element mask come first, in a loop of their own, and with them all tiles of a
+work tile for which a score function reads beside its tensors. Where the visible tiles follow
 from a few integers every role computes them (`along_runs`), and a warpgroup passes over the first
 ones as long as its own rows see none of their keys; where the producer decides tile by tile the
 consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the last.
@@ -20,6 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import Turns, take
+from cutedsl_fa3.variant.lower import select
 
 END = -1
 
@@ -59,12 +61,13 @@ class MainLoop:
                             pass_turn(turns)
                     ring_k = self.first_scores(w, f, softmax, ring_k, n_block, first < partial)
             start = first + 1 if s.intra else first
-            for j in cutlass.range(start, partial, unroll=1):
+            careful = partial if w.inside is True else select(w.inside, partial, total)
+            for j in cutlass.range(start, careful, unroll=1):
                 n_block = w.runs.n_block(j)
-                self.record(io, w, j, n_block, True)
+                self.record(io, w, j, n_block, j < partial)
                 ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, True)
             if cutlass.const_expr(self.ever_full):
-                for j in cutlass.range(cutlass.max(partial, start), total, unroll=1):
+                for j in cutlass.range(cutlass.max(careful, start), total, unroll=1):
                     n_block = w.runs.n_block(j)
                     self.record(io, w, j, n_block, False)
                     ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, False)
@@ -116,8 +119,9 @@ class MainLoop:
                 ring_k = self.first_scores(w, f, softmax, ring_k, word // 2, word % 2 == 1)
                 ring_visits, word = take(ring_visits, words)
                 j += 1
-            while word != END and word % 2 == 1:
-                self.record(io, w, j, word // 2, True)
+            anywhere = False if w.inside is True else w.inside ^ True
+            while word != END and (word % 2 == 1) | anywhere:
+                self.record(io, w, j, word // 2, word % 2 == 1)
                 ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, word // 2, True)
                 ring_visits, word = take(ring_visits, words)
                 j += 1
@@ -133,7 +137,7 @@ class MainLoop:
         """S and P of the first tile, which nothing overlaps."""
         slot = ring_k.wait_and_advance()
         acc_s = f.multiply_qk(slot)
-        memo = self.ahead(w, f, n_block)
+        memo = self.ahead(w, f, n_block, masked=True)  # for both
         warpgroup.wait_group(0)
         slot.release()
         if masked:
@@ -155,7 +159,7 @@ class MainLoop:
         f.multiply_pv(slot_v)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
-        memo = self.ahead(w, f, n_block)
+        memo = self.ahead(w, f, n_block, masked)
         warpgroup.wait_group(1)
         slot_k.release()
         self.modify(w, f, acc_s, n_block, masked, memo)
@@ -184,7 +188,7 @@ class MainLoop:
         acc_s = f.multiply_qk(slot_k)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
-        memo = self.ahead(w, f, n_block)
+        memo = self.ahead(w, f, n_block, masked)
         warpgroup.wait_group(0)
         slot_k.release()
         self.modify(w, f, acc_s, n_block, masked, memo)
@@ -197,9 +201,9 @@ class MainLoop:
         slot_v.release()
         return ring_k, ring_v
 
-    def ahead(self, w, f, n_block):
+    def ahead(self, w, f, n_block, masked):
         """What the score function reads for one tile: it waits for memory while products run."""
-        return w.elements.ahead(f.places, self.corner(w, n_block))
+        return w.elements.ahead(f.places, self.corner(w, n_block), masked)
 
     def modify(self, w, f, acc_s, n_block, masked, memo):
         """Score and mask of one tile, in place."""
