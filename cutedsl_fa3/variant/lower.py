@@ -127,7 +127,10 @@ def _from_the_unit(name: str) -> Callable:
 
 
 def tanh_of_the_unit(a: Float32) -> Float32:
-    """By one instruction, to 17 bits."""
+    """By one instruction, within 1.2e-5 of the value relative to it.
+
+    Source: every float from 2^-24 to 16 on an H200; the PTX manual promises 2^-11.
+    """
     return cute.math.tanh(a, approx=True)
 
 

@@ -45,8 +45,13 @@ VARIANTS = {
     "temperature": Variant(scores.temperature(SLOPES), masks.causal),
     "a choice": Variant(lambda s, b, h, q, k: torch.where(q > k, torch.sigmoid(s), -math.inf)),
 }  # fmt: skip
+BEYOND = "relative bias beyond its ends", "bias by distance in two dimensions"
 THREADS, HEAD = 32, 1  # of one warp, by whose first rows and columns the tile is told apart
 SHAPE = THREADS, len(ROWS), len(COLS)
+
+
+def name_of(variant: Variant) -> str:
+    return next(name for name, one in VARIANTS.items() if one is variant)
 
 
 def places() -> dict:
@@ -75,7 +80,8 @@ def applied(variant: Variant, raw: torch.Tensor, masked: bool) -> torch.Tensor:
         lengths, head = (zero + SEQLEN_Q, zero + SEQLEN_K), (zero, zero + HEAD)
         elements = Elements(variant, given, Float32(SCALE), head, lengths, bounded=bounded(variant))
         mine, first = Places(i // 4, i % 4 * 2, ROWS, COLS), (zero + 16, zero + 32)
-        elements.apply(results[0][i, None, None], mine, first, masked)
+        memo = elements.ahead(mine, first, masked or name_of(variant) in BEYOND)
+        elements.apply(results[0][i, None, None], mine, first, masked, memo)
 
     given = list(map(launchable, variant.captures)) or [torch.zeros(1)]
     for_each(THREADS, given, [found], write)
