@@ -33,6 +33,7 @@ from .inputs import (
 from .pipelines import Schedule
 from .plans import Plan
 from .problem import Problem
+from .schedules import default_schedule, packed
 from .variant import Variant
 from .variant.evaluate import evaluate
 from .variant.pairs import dense, pairs
@@ -72,7 +73,7 @@ class OnDevice:
     ) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
         plan = Plan(variant, made.problem, made.schedule)
-        check_grid(q, made.schedule.tile_m)
+        check_grid(q, made.schedule)
         self.launch = made.launch
         self.scale = checked_scale(None, head_dim)
         self.device, self.index = q.device, q.device.index
@@ -132,7 +133,7 @@ class OnCpu:
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         for name, t in (("q", q), ("k", k), ("v", v)):
             addressable(name, t)
-        check_grid(q, plan.schedule.tile_m)
+        check_grid(q, plan.schedule)
         self.scale = checked_scale(None, q.shape[3])
         self.problem, self.schedule = plan.problem, plan.schedule
 
@@ -195,7 +196,7 @@ def prepare(
     """
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     if without_scores(q, k):
         plan_for(q, k, v, variant, schedule).check()
         return WithoutScores(q)
@@ -203,7 +204,7 @@ def prepare(
         plan = plan_for(q, k, v, variant, schedule)
         plan.check()
         return OnCpu(q, k, v, plan)
-    schedule = tuned.schedule(q, k, v, variant, schedule)
+    schedule = tuned.schedule(q, k, v, variant, schedule) or packed_schedule(q, k, v, variant)
     made = launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     return OnDevice(q, k, v, variant, made)
 
@@ -218,7 +219,7 @@ def visited(
     """
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     plan = plan_for(q, k, v, variant, schedule, trace=True)
     plan.check()
     sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -247,8 +248,21 @@ def plan_for(
     """The plan for checked tensors: with this schedule, else a tuned one, else the table's."""
     choice = tuned.choice(q, k, v, variant) if schedule is None else None
     schedule = schedule if choice is None else choice.schedule
+    schedule = schedule or packed_schedule(q, k, v, variant)
     plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule, trace)
     return plan if choice is None else replace(plan, tuned=choice)
+
+
+def packed_schedule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant
+) -> Schedule | None:
+    """The table's schedule with heads that share tiles, where that helps this call; else None."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads == kv_heads:
+        return None
+    default = default_schedule(variant, Problem(NAMES[q.dtype], q.shape[3], v.shape[3]))
+    found = packed(default, variant, q.shape[1], heads, kv_heads)
+    return None if found == default else found
 
 
 def planned(
@@ -259,7 +273,7 @@ def planned(
     schedule: Schedule | None,
     trace: bool = False,
 ) -> Plan:
-    """The plan for tensors of this type and these sizes, by the table without a schedule."""
+    """The plan for tensors of this type and these head sizes, by the table without a schedule."""
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
     if schedule is None:
         return Plan.default(variant, problem, trace=trace)

@@ -15,12 +15,12 @@ larger ones spilled, which the compiler denies today.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .pipelines import Overlap, Schedule, Store
+from .pipelines import PACKS, Overlap, Schedule, Store
 from .problem import Problem
 from .variant import Variant
-from .variant.describe import most_edges, most_spans
+from .variant.describe import differs_by_head, most_edges, most_spans
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,10 @@ TABLE = (
 # at d64 509 (one head after the other: 487), at d128 646 (629), in the same record.
 HEAD_GROUP = 8
 
+# Heads share tiles where that leaves at most so many of the work tiles: each reads all keys that it
+# sees, however few of its rows are queries, so their number is the time. Not measured yet.
+FEWER = 0.9
+
 
 def needs(variant: Variant) -> str:
     """What a variant's functions hold in registers besides the accumulators.
@@ -154,3 +158,24 @@ def serving_row(variant: Variant, problem: Problem) -> Row:
 def default_schedule(variant: Variant, problem: Problem) -> Schedule:
     """The schedule of the row that serves this variant and problem."""
     return serving_row(variant, problem).schedule(masked=variant.mask is not None)
+
+
+def packed(
+    schedule: Schedule, variant: Variant, seqlen_q: int, heads: int, kv_heads: int
+) -> Schedule:
+    """The same with the heads that share a key head in one tile, where that helps (`FEWER`).
+
+    They are as many as a power of 2 divides their number; the fewest work tiles come of that.
+    """
+    pack = largest_pack(heads, kv_heads)
+    if pack == 1 or differs_by_head(variant.mask):
+        return schedule
+    together = replace(schedule, pack=pack)
+    few, many = (-(-seqlen_q // each.queries) for each in (together, schedule))
+    return together if few <= FEWER * many * pack else schedule
+
+
+def largest_pack(heads: int, kv_heads: int) -> int:
+    """The largest number of heads in a tile that divides those that share a key head."""
+    group = heads // max(1, kv_heads)
+    return max(pack for pack in PACKS if group % pack == 0) if group else 1

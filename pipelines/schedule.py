@@ -8,6 +8,8 @@ from typing import Literal, get_args
 Overlap = Literal["none", "pingpong", "intra", "both"]
 Store = Literal["tma", "direct"]
 
+PACKS = (1, 2, 4, 8, 16, 32, 64)  # the 64 rows of a consumer warpgroup are whole queries then
+
 # Keeps TileOrder's products in 32 bits: 2^31 rows are 2^25 tiles of 64, times 32 heads.
 MAX_HEAD_GROUP = 32
 
@@ -33,7 +35,9 @@ class Schedule:
     by "tma" through shared memory, or "direct" from registers, and needs no shared memory then.
     `early`: with "intra" or "both", how many eighths of a tile's exponentials are computed before
     the wait for the product with V that runs meanwhile; 0 leaves it to the compiler. `lazy`: O is
-    rescaled only when a row's maximum has grown by more than 8 in base 2.
+    rescaled only when a row's maximum has grown by more than 8 in base 2. `pack`: query heads of
+    one key head that share a tile, row by row (row = query * pack + head), so that few queries fill
+    it too; a tile has `queries` of them then.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -50,13 +54,14 @@ class Schedule:
     store: Store = "tma"
     early: int = 0
     lazy: bool = False
+    pack: int = 1
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
-        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group", "early"):
+        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group", "early", "pack"):
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
@@ -85,6 +90,12 @@ class Schedule:
             need(isinstance(getattr(self, field), bool), field, "True or False")
         need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
+        need(self.pack in PACKS, "pack", f"one of {', '.join(map(str, PACKS))} heads in a tile")
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile, each in `pack` heads."""
+        return self.tile_m // self.pack
 
     @property
     def intra(self) -> bool:
@@ -102,4 +113,5 @@ class Schedule:
             f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}, "
             f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, store {self.store}, "
             f"early {self.early}/8, rescale {'lazy' if self.lazy else 'always'}"
+            f"{f', {self.pack} heads in a tile' if self.pack > 1 else ''}"
         )

@@ -31,6 +31,9 @@ Memo = tuple[dict, dict]  # values that elements of a tile share: of the score, 
 class Elements:
     """A variant at one (batch, head): its functions with everything uniform already computed.
 
+    `head` is that, or of several heads one for each row that a thread holds; those of the rows
+    behind the first are `others`. The mask and the key tiles are the same for all of them.
+
     `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
     are left as they are when there is no score function, so that the scale costs nothing;
     `bounded` scores (see bounded.py) are base-2 logarithms already.
@@ -41,7 +44,7 @@ class Elements:
         variant: Variant,
         captures: tuple[cute.Tensor, ...],
         scale: Float32,
-        head: tuple[Int32, Int32],
+        head: tuple[Int32, Int32 | tuple[Int32, ...]],
         seqlens: tuple[Int32, Int32],
         pairs: frozenset[int] = frozenset(),
         bounded: bool = False,
@@ -49,7 +52,13 @@ class Elements:
         self.variant = variant
         self.scale = scale
         self.seqlen_q, self.seqlen_k = seqlens
-        uniform = {"b": head[0], "h": head[1], "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
+        batch, heads = head
+        first, *others = heads if isinstance(heads, tuple) else (heads,)
+        self.of_head = lambda h: Elements(
+            variant, captures, scale, (batch, h), seqlens, pairs, bounded
+        )
+        self.others = tuple(self.of_head(h) for h in others)
+        uniform = {"b": batch, "h": first, "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
         self.uniform, self.captures = uniform, captures
         self.has_weight = variant.weight is not None
         changed = composed(variant.score, variant.weight)
@@ -92,20 +101,24 @@ class Elements:
             made.append(make_fake_tensor(element, shape, strides, assumed_align=size))
         return tuple(made)
 
-    def query_tile(self, m_block: Int32, tile_m: int) -> QueryTile:
+    def of_row(self, r: int) -> Elements:
+        """The variant at the head of a thread's row r."""
+        return self.others[r - 1] if r and self.others else self
+
+    def query_tile(self, m_block: Int32, queries: int) -> QueryTile:
         """The queries of one tile, inside the sequence."""
-        first = m_block * tile_m
-        last = cutlass.min(first + tile_m, self.seqlen_q) - 1
+        first = m_block * queries
+        last = cutlass.min(first + queries, self.seqlen_q) - 1
         return QueryTile(first, last, **self.uniform)
 
-    def runs(self, m_block: Int32, tile_m: int, tile_n: int) -> Runs:
+    def runs(self, m_block: Int32, queries: int, tile_n: int) -> Runs:
         """The key tiles of one tile of queries: those that need the element mask, then the rest."""
-        tile = self.query_tile(m_block, tile_m)
+        tile = self.query_tile(m_block, queries)
         return visits(self.variant.mask, tile, tile_n, self.captures)
 
-    def scan(self, m_block: Int32, tile_m: int, tile_n: int, table: cute.Tensor | None) -> Scan:
+    def scan(self, m_block: Int32, queries: int, tile_n: int, table: cute.Tensor | None) -> Scan:
         """Decides key tiles one by one for one tile of queries."""
-        tile = self.query_tile(m_block, tile_m)
+        tile = self.query_tile(m_block, queries)
         return scan(self.variant.mask, tile, m_block, tile_n, self.captures, table)
 
     def softmax(self, rows: int, lazy: bool = False) -> OnlineSoftmax | Weights:
@@ -116,9 +129,16 @@ class Elements:
         if self.has_weight:
             return Weights()
         if self.bounded:
-            return BoundedSoftmax(rows, self.sink())
+            return BoundedSoftmax(rows, self.sinks(rows))
         scale = self.scale if self.changes is None else Float32(1.0)
-        return OnlineSoftmax(rows, scale, self.scale_log2, self.sink(), lazy)
+        return OnlineSoftmax(rows, scale, self.scale_log2, self.sinks(rows), lazy)
+
+    def sinks(self, rows: int) -> list[Float32] | None:
+        """The sink of each row."""
+        if self.variant.sink is None:
+            return None
+        found = [each.sink() for each in (self, *self.others)]
+        return found if self.others else found * rows
 
     def sink(self) -> Float32 | None:
         """This head's sink, natural."""
@@ -133,29 +153,30 @@ class Elements:
     ) -> None:
         """Scores or weights in place of raw products; with `masked`, nothing for hidden keys.
 
-        Shape: acc_s (rows, cols) of this thread, at `places` within the tile whose first query and
-        key are `corner`.
+        Shape: acc_s (rows, cols) of this thread, at `places`, in queries and keys, within the tile
+        whose first query and key are `corner`.
         """
         if not masked and self.changes is None:
             return
-        memo: Memo = ({}, {})
+        of_rows = [self.of_row(r) for r in range(len(places.row_offsets))]
+        memos: dict[Elements, Memo] = {each: ({}, {}) for each in of_rows}
         first_q, first_k = corner[0] + places.row, corner[1] + places.col
         queries = [first_q + offset for offset in places.row_offsets]
         keys = [first_k + offset for offset in places.col_offsets]
         together = 1 if masked else shared.TOGETHER  # a hidden key's NaN must not reach another
         for first in range(0, len(keys), together):
             columns = range(first, min(first + together, len(keys)))
-            for r in range(len(queries)):
-                elements = []
+            for r, of_row in enumerate(of_rows):
+                elements, memo = [], memos[of_row]
                 for c in columns:
                     ahead = (places.row_offsets[r], places.col_offsets[c])
                     at = {"q": queries[r], "k": keys[c], "origin": (first_q, first_k, *ahead)}
-                    elements.append(({**at, **self.uniform}, r, c))
+                    elements.append(({**at, **of_row.uniform}, r, c))
                 raw = [acc_s[r, c] for c in columns]
-                values = self.changed_together(raw, elements, memo, in_pairs=True)
+                values = of_row.changed_together(raw, elements, memo, in_pairs=True)
                 for value, (at, _, c) in zip(values, elements, strict=True):
                     if masked:
-                        visible = self.visible(at, r, c, memo, in_pairs=True)
+                        visible = self.visible(at, r, c, memos[self], in_pairs=True)
                         value = select(visible, value, self.hidden)
                     acc_s[r, c] = value
 
@@ -193,15 +214,17 @@ class Elements:
     ) -> None:
         """The epilogue function on each output element, in place.
 
-        Shape: acc_o (rows, cols) of this thread, normalised; its rows at `places` below `first_q`.
+        Shape: acc_o (rows, cols) of this thread, normalised; its rows at `places`, in queries,
+        below `first_q`.
         """
         if self.epilogue is None:
             return
-        memo: dict = {}
+        of_rows = [self.of_row(r) for r in range(cute.size(acc_o, mode=[0]))]
+        memos: dict[Elements, dict] = {each: {} for each in of_rows}
         for c in range(cute.size(acc_o, mode=[1])):
-            for r in range(cute.size(acc_o, mode=[0])):
+            for r, of_row in enumerate(of_rows):
                 row = first_q + places.row + places.row_offsets[r]
-                at = {"o": acc_o[r, c], "q": row, **self.uniform}
+                at = {"o": acc_o[r, c], "q": row, **of_row.uniform}
                 if lse is not None:
                     at["lse"] = lse[r]
-                acc_o[r, c] = self.epilogue.at(at, r, c, memo)
+                acc_o[r, c] = of_row.epilogue.at(at, r, c, memos[of_row])

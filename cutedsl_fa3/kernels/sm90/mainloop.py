@@ -80,8 +80,9 @@ class MainLoop:
         """
         s = self.schedule
         strip = w.m_block * s.consumers + group
-        runs = w.elements.runs(strip, wgmma.ROWS, s.tile_n)
-        inside = strip * wgmma.ROWS < w.elements.seqlen_q
+        queries = wgmma.ROWS // s.pack
+        runs = w.elements.runs(strip, queries, s.tile_n)
+        inside = strip * queries < w.elements.seqlen_q
         partial, total = w.runs.n_partial, w.runs.n_total
         j, n_block = cutlass.Int32(0), cutlass.Int32(w.runs.n_block(0))
         while (j < total) & ((inside & runs.has(n_block)) ^ True):
@@ -197,8 +198,8 @@ class MainLoop:
     def modify(self, w, f, acc_s, n_block, masked):
         """Score and mask of one tile, in place."""
         s = self.schedule
-        corner = (w.m_block * s.tile_m, n_block * s.tile_n)
-        w.elements.apply(wgmma.as_rows_cols(acc_s), f.places, corner, masked)
+        corner = (w.m_block * s.queries, n_block * s.tile_n)
+        w.elements.apply(wgmma.as_rows_cols(acc_s), f.queries, corner, masked)
 
     @cute.jit
     def record(self, io, w, j, n_block, masked):

@@ -106,6 +106,8 @@ class Alike(Repairs, WarpSpecialized):
             raise ScheduleError(
                 "variant: the ladder takes plain attention and masks of positions, such as causal"
             )
+        if self.schedule.pack != 1:
+            raise ScheduleError(f"pack = {self.schedule.pack}: the ladder's tiles are of one head")
         if not self.tiles["q"].holds_rows_of(self.tiles["o"]):
             raise ScheduleError(f"head_dim_v = {self.head_dim_v}: O must fit in the place of Q")
         check_registers(self.roles)
@@ -196,7 +198,7 @@ class Alike(Repairs, WarpSpecialized):
             if thread % 4 == 0 and row < io.lse.shape[0]:
                 lse_row[row] = lse[r]
 
-    def again(self, io: Io, w: Work) -> Again:
+    def again(self, io: Io, w: Work, row: Int32) -> Again:
         """What computes rows of this work tile again, from global memory."""
         q = io.q[None, None, w.head, w.batch]
         k, v = (t[None, None, w.kv_head, w.batch] for t in (io.k, io.v))
