@@ -49,7 +49,7 @@ def assert_sound(plan: Plan) -> Compiled:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
+@pytest.mark.parametrize("plan", [*configs.configs(), *configs.packed()], ids=configs.label)
 def test_every_supported_configuration_compiles_without_spilling_to_the_code_accepted(plan: Plan):
     compiled = assert_sound(plan)
     broken = contract.broken(contract.label(plan.kernel), compiled)
