@@ -33,6 +33,7 @@ from .inputs import (
 from .pipelines import Schedule
 from .plans import Plan
 from .problem import Problem
+from .schedules import default_schedule, schedule_for
 from .variant import Variant
 from .variant.evaluate import evaluate
 from .variant.pairs import dense, pairs
@@ -72,7 +73,7 @@ class OnDevice:
     ) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
         plan = Plan(variant, made.problem, made.schedule)
-        check_grid(q, made.schedule.tile_m)
+        check_grid(q, made.schedule)
         self.launch = made.launch
         self.scale = checked_scale(None, head_dim)
         self.device, self.index = q.device, q.device.index
@@ -133,7 +134,7 @@ class OnCpu:
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         for name, t in (("q", q), ("k", k), ("v", v)):
             addressable(name, t)
-        check_grid(q, plan.schedule.tile_m)
+        check_grid(q, plan.schedule)
         self.scale = checked_scale(None, q.shape[3])
         self.problem, self.schedule = plan.problem, plan.schedule
 
@@ -196,7 +197,7 @@ def prepare(
     """
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     if without_scores(q, k):
         plan_for(q, k, v, variant, schedule).check()
         return WithoutScores(q)
@@ -204,7 +205,7 @@ def prepare(
         plan = plan_for(q, k, v, variant, schedule)
         plan.check()
         return OnCpu(q, k, v, plan)
-    schedule = tuned.schedule(q, k, v, variant, schedule)
+    schedule = tuned.schedule(q, k, v, variant, schedule) or schedule_of_lengths(q, k, v, variant)
     made = launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     return OnDevice(q, k, v, variant, made)
 
@@ -219,7 +220,7 @@ def visited(
     """
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     plan = plan_for(q, k, v, variant, schedule, trace=True)
     plan.check()
     sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -248,8 +249,19 @@ def plan_for(
     """The plan for checked tensors: with this schedule, else a tuned one, else the table's."""
     choice = tuned.choice(q, k, v, variant) if schedule is None else None
     schedule = schedule if choice is None else choice.schedule
+    schedule = schedule or schedule_of_lengths(q, k, v, variant)
     plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule, trace)
     return plan if choice is None else replace(plan, tuned=choice)
+
+
+def schedule_of_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant
+) -> Schedule | None:
+    """The table's schedule for these lengths and heads; None if it is that for any."""
+    problem = Problem(NAMES[q.dtype], q.shape[3], v.shape[3])
+    seqlens = q.shape[1], k.shape[1]
+    found = schedule_for(variant, problem, seqlens, q.shape[2], k.shape[2])
+    return None if found == default_schedule(variant, problem) else found
 
 
 def planned(
@@ -260,7 +272,7 @@ def planned(
     schedule: Schedule | None,
     trace: bool = False,
 ) -> Plan:
-    """The plan for tensors of this type and these sizes, by the table without a schedule."""
+    """The plan for tensors of this type and these head sizes, by the table without a schedule."""
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
     if schedule is None:
         return Plan.default(variant, problem, trace=trace)

@@ -51,7 +51,7 @@ def plan(
     """
     variant = PLAIN if variant is None else variant
     check_tensors(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     made = plan_for(q, k, v, variant, schedule)
     made.check()
     return replace(made, sizes=Sizes(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
@@ -112,7 +112,8 @@ def visits(
     """The key tiles that each tile of queries visits, in order, as a debug build notes them.
 
     Shape: as for `attention` -> int32 (batch, heads, m_blocks, n_blocks + 1): 2 * n_block, plus 1
-        where the tile needs the element mask, then -1.
+        where the tile needs the element mask, then -1. Heads that share tiles (`Schedule.pack`)
+        count as one.
     Raises: as `attention`.
     """
     return visited(q, k, v, PLAIN if variant is None else variant, schedule)

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 Overlap = Literal["none", "pingpong", "intra", "both"]
 Store = Literal["tma", "direct"]
 
+PACKS = (1, 2, 4, 8, 16, 32, 64)  # the 64 rows of a consumer warpgroup are whole queries then
+
 # Keeps TileOrder's products in 32 bits: 2^31 rows are 2^25 tiles of 64, times 32 heads.
 MAX_HEAD_GROUP = 32
 
@@ -19,6 +21,11 @@ class ScheduleError(ValueError):
 def is_whole(value: object) -> bool:
     """Whether this is a Python int: 2.0 and True compare equal to ints and yet print otherwise."""
     return type(value) is int
+
+
+NUMBERS = (
+    "tile_m", "tile_n", "stages", "consumers", "head_group", "early", "residents", "pack"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,8 @@ class Schedule:
     no shared memory then. `early`: with "intra" or "both", how many eighths of a tile's
     exponentials are computed before the wait for the product with V that runs meanwhile; 0 leaves
     it to the compiler. `lazy`: O is rescaled only when a row's maximum has grown by more than 8 in
-    base 2.
+    base 2. `pack`: query heads of one key head that share a tile, row by row (row = query * pack +
+    head), so that few queries fill it too; a tile has `queries` of them then.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -53,14 +61,14 @@ class Schedule:
     store: Store = "tma"
     early: int = 0
     lazy: bool = False
+    pack: int = 1
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
-        numbers = ("tile_m", "tile_n", "stages", "consumers", "head_group", "early", "residents")
-        for field in numbers:
+        for field in NUMBERS:
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
@@ -90,6 +98,12 @@ class Schedule:
         need(1 <= self.residents <= 4, "residents", "1 to 4")
         need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
+        need(self.pack in PACKS, "pack", f"one of {', '.join(map(str, PACKS))} heads in a tile")
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile, each in `pack` heads."""
+        return self.tile_m // self.pack
 
     @property
     def intra(self) -> bool:
@@ -108,4 +122,5 @@ class Schedule:
             f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, "
             f"{f'{self.residents} at a time, ' if self.residents > 1 else ''}store {self.store}, "
             f"early {self.early}/8, rescale {'lazy' if self.lazy else 'always'}"
+            f"{f', {self.pack} heads in a tile' if self.pack > 1 else ''}"
         )

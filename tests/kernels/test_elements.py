@@ -80,8 +80,8 @@ def applied(variant: Variant, raw: torch.Tensor, masked: bool) -> torch.Tensor:
         lengths, head = (zero + SEQLEN_Q, zero + SEQLEN_K), (zero, zero + HEAD)
         elements = Elements(variant, given, Float32(SCALE), head, lengths, bounded=bounded(variant))
         mine, first = Places(i // 4, i % 4 * 2, ROWS, COLS), (zero + 16, zero + 32)
-        memo = elements.ahead(mine, first, masked or name_of(variant) in BEYOND)
-        elements.apply(results[0][i, None, None], mine, first, masked, memo)
+        memos = elements.ahead(mine, first, masked or name_of(variant) in BEYOND)
+        elements.apply(results[0][i, None, None], mine, first, masked, memos)
 
     given = list(map(launchable, variant.captures)) or [torch.zeros(1)]
     for_each(THREADS, given, [found], write)

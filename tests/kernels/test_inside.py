@@ -1,4 +1,4 @@
-"""What a kernel says of a work tile's captured elements: inside their tensor, all of them, or not."""
+"""Whether all of a work tile's captured elements lie inside their tensor, as a kernel sees it."""
 
 from __future__ import annotations
 

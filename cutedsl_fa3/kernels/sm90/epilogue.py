@@ -20,13 +20,13 @@ from .operands import head_of
 
 
 class Repairs:
-    """Mixed into a kernel that has `schedule` and `again(io, w)`."""
+    """Mixed into a kernel that has `schedule` and `again(io, w, row)`."""
 
     @cute.jit
     def repair(self, io, w, f, rows, first, spoilt, lse, thread):
         """Compute rows again that a hidden value has spoilt; a warp wrote its own rows.
 
-        `rows` is where they lie, those of query `first` and of its successors.
+        `rows` is where they lie, row `first` of the sequence and its successors.
         """
         any_row = spoilt[0]
         for r in cutlass.range_constexpr(1, len(spoilt)):
@@ -36,10 +36,10 @@ class Repairs:
             for r in cutlass.range(len(spoilt), unroll=1):
                 inside = f.places.row + chosen(f.places.row_offsets, r)
                 row = w.m_block * self.schedule.tile_m + inside
-                if chosen(spoilt, r) and row < w.elements.seqlen_q:
+                if chosen(spoilt, r) and row < w.elements.seqlen_q * self.schedule.pack:
                     out = rows[row - first, None]
                     of_row = None if lse is None else chosen(lse, r)
-                    self.again(io, w).row(out, row, of_row, thread)
+                    self.again(io, w, row).row(out, row, of_row, thread)
 
 
 class Epilogue(Repairs):
@@ -51,11 +51,11 @@ class Epilogue(Repairs):
     @cute.jit
     def epilogue(self, io, smem, w, f, softmax, thread):
         """O and LSE to global memory; each warpgroup stores its own 64 rows."""
-        first_q = w.m_block * self.schedule.tile_m
+        s = self.schedule
         lse = softmax.finish(f.output)
         spoilt = lost(f.output, lse) if self.repairs else []
-        w.elements.finish(f.output, lse, first_q, f.places)
-        if cutlass.const_expr(self.schedule.store == "tma"):
+        w.elements.finish(f.output, lse, w.m_block * s.queries, f.queries)
+        if cutlass.const_expr(s.store == "tma"):
             self.store_through_smem(io, smem, w, f, spoilt, lse, thread)
         else:
             self.store_directly(io, w, f)
@@ -65,8 +65,8 @@ class Epilogue(Repairs):
         if cutlass.const_expr(lse is not None):
             lse_row = io.lse[None, w.head, w.batch]
             for r in cutlass.range_constexpr(len(lse)):
-                row = first_q + f.places.row + f.places.row_offsets[r]
-                if thread % 4 == 0 and row < io.lse.shape[0]:
+                row = w.m_block * s.tile_m + f.places.row + f.places.row_offsets[r]
+                if thread % 4 == 0 and row < cute.size(io.lse, mode=[0]):
                     lse_row[row] = lse[r]
 
     @cute.jit
@@ -101,7 +101,7 @@ class Epilogue(Repairs):
         for r in cutlass.range_constexpr(len(f.places.row_offsets)):
             vectors = wgmma.row_vectors(f.output[r, None], self.dtype)
             row = w.m_block * self.schedule.tile_m + f.places.row + f.places.row_offsets[r]
-            if row < o.shape[0]:
+            if row < cute.size(o, mode=[0]):
                 for n in cutlass.range_constexpr(len(vectors)):
                     chunk = 4 * n + lane
                     if whole or 8 * chunk < o.shape[1]:

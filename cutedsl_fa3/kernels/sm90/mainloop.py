@@ -83,8 +83,9 @@ class MainLoop:
         """
         s = self.schedule
         strip = w.m_block * s.consumers + group
-        runs = w.elements.runs(strip, wgmma.ROWS, s.tile_n)
-        inside = strip * wgmma.ROWS < w.elements.seqlen_q
+        queries = wgmma.ROWS // s.pack
+        runs = w.elements.runs(strip, queries, s.tile_n)
+        inside = strip * queries < w.elements.seqlen_q
         partial, total = w.runs.n_partial, w.runs.n_total
         j, n_block = cutlass.Int32(0), cutlass.Int32(w.runs.n_block(0))
         while (j < total) & ((inside & runs.has(n_block)) ^ True):
@@ -137,13 +138,13 @@ class MainLoop:
         """S and P of the first tile, which nothing overlaps."""
         slot = ring_k.wait_and_advance()
         acc_s = f.multiply_qk(slot)
-        memo = self.ahead(w, f, n_block, masked=True)  # for both
+        memos = self.ahead(w, f, n_block, masked=True)  # for both
         warpgroup.wait_group(0)
         slot.release()
         if masked:
-            self.modify(w, f, acc_s, n_block, True, memo)
+            self.modify(w, f, acc_s, n_block, True, memos)
         else:
-            self.modify(w, f, acc_s, n_block, False, memo)
+            self.modify(w, f, acc_s, n_block, False, memos)
         softmax.step(wgmma.as_rows_cols(acc_s))
         f.round_p(acc_s)
         return ring_k
@@ -159,10 +160,10 @@ class MainLoop:
         f.multiply_pv(slot_v)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
-        memo = self.ahead(w, f, n_block, masked)
+        memos = self.ahead(w, f, n_block, masked)
         warpgroup.wait_group(1)
         slot_k.release()
-        self.modify(w, f, acc_s, n_block, masked, memo)
+        self.modify(w, f, acc_s, n_block, masked, memos)
         softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early)
         warpgroup.wait_group(0)
         slot_v.release()
@@ -188,10 +189,10 @@ class MainLoop:
         acc_s = f.multiply_qk(slot_k)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
-        memo = self.ahead(w, f, n_block, masked)
+        memos = self.ahead(w, f, n_block, masked)
         warpgroup.wait_group(0)
         slot_k.release()
-        self.modify(w, f, acc_s, n_block, masked, memo)
+        self.modify(w, f, acc_s, n_block, masked, memos)
         softmax.step(wgmma.as_rows_cols(acc_s))
         f.round_p(acc_s)
         softmax.rescale(f.output)
@@ -203,16 +204,16 @@ class MainLoop:
 
     def ahead(self, w, f, n_block, masked):
         """What the score function reads for one tile: it waits for memory while products run."""
-        return w.elements.ahead(f.places, self.corner(w, n_block), masked)
+        return w.elements.ahead(f.queries, self.corner(w, n_block), masked)
 
-    def modify(self, w, f, acc_s, n_block, masked, memo):
+    def modify(self, w, f, acc_s, n_block, masked, memos):
         """Score and mask of one tile, in place."""
         corner = self.corner(w, n_block)
-        w.elements.apply(wgmma.as_rows_cols(acc_s), f.places, corner, masked, memo)
+        w.elements.apply(wgmma.as_rows_cols(acc_s), f.queries, corner, masked, memos)
 
     def corner(self, w, n_block):
         """The first query and key of a tile."""
-        return w.m_block * self.schedule.tile_m, n_block * self.schedule.tile_n
+        return w.m_block * self.schedule.queries, n_block * self.schedule.tile_n
 
     @cute.jit
     def record(self, io, w, j, n_block, masked):
