@@ -191,7 +191,7 @@ class Alike(Repairs, WarpSpecialized):
         f.write(smem.o, thread)
         if cutlass.const_expr(self.repairs):
             first = w.m_block * self.schedule.tile_m
-            self.repair(io, w, f, smem.o, first, spoilt, lse, thread)
+            self.repair(io, w, f.places, smem.o, first, spoilt, lse, thread)
         self.store_o(io, smem, w, thread)
         lse_row = io.lse[None, w.head, w.batch]
         for r in cutlass.range_constexpr(len(lse)):
