@@ -1,8 +1,7 @@
 """Calls that have been checked: what is left to do each time is to allocate and to launch.
 
-A call is described by its signature: whatever the checks and the choice of a kernel depend on.
-The first call of a signature is checked, its kernel found and both kept by variant; the next one of
-the same signature starts at once. Nothing kept here holds a variant, or a tensor of the caller.
+The first call of a kind is checked and its kernel found; how the next one is known is in seen.py.
+Nothing kept here holds a variant, or a tensor of the caller.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class OnDevice:
         scale: float,
         visits: torch.Tensor | None = None,
     ) -> Result:
-        """Run for tensors that may have strides to be replaced; returns (out, lse)."""
+        """As `run`, of tensors as they come: described anew, odd strides replaced."""
         if self.strides is not None:
             q, k, v = (
                 t if s is None else t.as_strided(t.shape, s)
@@ -125,8 +124,8 @@ class OnDevice:
     ) -> Result:
         """Allocate, launch on the current stream of the tensors' device, return (out, lse).
 
-        `captured` is what `as_numbers` says of the captured tensors, converted or not.
-        Unless the caller `reads_lse`, the second is no LSE: it is not allocated for one call.
+        `captured` is what `as_numbers` says of the captured tensors, which no launch checks; q, k
+        and v are checked by it. Unless the caller `reads_lse`, the second is no LSE.
         """
         out = empty_like(self.out)
         lse = self.unread
