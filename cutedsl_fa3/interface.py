@@ -153,8 +153,8 @@ def _seen_before(
     """What was checked before for a call like this one, unless a derivative may be asked for.
 
     Here is most of what a call costs in Python, so nothing is described: what was seen is asked
-    whether it still holds. What a launch refuses itself is not asked: dtypes, strides and addresses
-    of q, k and v, and sizes that do not go together.
+    whether it still holds. Strides and addresses of q, k and v are not asked for: a launch refuses
+    those that it cannot take.
     """
     try:
         captures = variant.captures

@@ -195,6 +195,27 @@ def test_a_tangent_is_refused_after_a_good_call_of_the_same_tensors(gpu, asked):
             fa3.attention(dual, k, v)
 
 
+@pytest.mark.parametrize(
+    ("place", "wrong", "said"),
+    [
+        (0, None, "q = NoneType"),
+        (1, "k", "k = str"),
+        (2, [0.0], "v = list"),
+        (3, "causal", "variant = str"),
+        (3, fa3.masks.causal, r"variant = function.*Variant\(mask="),
+        (0, torch.zeros(*Q, dtype=torch.bfloat16).to_sparse(), "q is a sparse_coo tensor"),
+        (2, torch.zeros(*Q, dtype=torch.bfloat16, device="meta"), "v is on meta, q is on cpu"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_name_after_a_good_call(gpu, asked, place, wrong, said):
+    given = [*three(), fa3.Variant(mask=fa3.masks.causal)]
+    fa3.attention(*given)
+    given[place] = wrong
+    with pytest.raises(fa3.Unsupported, match=said):
+        fa3.attention(*given)
+    assert len(gpu.launches) == 1
+
+
 WRONG_V = {
     "batch": lambda v: v[:1],
     "keys": lambda v: v[:, :64],
