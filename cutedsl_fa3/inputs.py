@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import torch
 
-from .errors import Unsupported
+from .errors import LayoutError, Unsupported
 from .layouts import Diagnosis, Tile, explain, refusal
 from .pipelines import MAX_GRID, Schedule, ScheduleError
 from .problem import DTYPES, Problem
@@ -289,6 +289,19 @@ def addressable(name: str, t: torch.Tensor) -> torch.Tensor:
     return t if strides == given else t.as_strided(t.shape, (*strides, 1))
 
 
+def check_addresses(captures: tuple[torch.Tensor, ...]) -> None:
+    """That no element of a captured tensor lies across its natural alignment: a GPU would fault.
+
+    Raises: LayoutError.
+    """
+    for number, t in enumerate(captures):
+        if t.data_ptr() % t.element_size():
+            raise LayoutError(
+                f"captured tensor t{number} of {t.dtype} begins at address {t.data_ptr():#x}: a "
+                f"multiple of {t.element_size()} is needed; copy it with .clone()"
+            )
+
+
 def _refuse_address(name: str, t: torch.Tensor, strides: list[int]) -> None:
     """Say which rule of a tensor map this tensor breaks; the caller has seen that it breaks one.
 
@@ -312,8 +325,10 @@ def _diagnosis(name: str, t: torch.Tensor) -> Diagnosis:
     return explain(t, Tile(64, 64, element), name=name)
 
 
-def launchable(t: torch.Tensor) -> torch.Tensor:
-    """A captured tensor as the kernel takes it: at least one dimension, bools as bytes."""
-    if t.dtype == torch.bool:
-        t = t.view(torch.uint8)
-    return t.view(1) if t.dim() == 0 else t
+def as_numbers(captures: tuple[torch.Tensor, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """Captured tensors as a kernel takes them: None, or of each address, sizes and strides.
+
+    Strides count elements; a scalar is a vector of one.
+    """
+    given = ((t.data_ptr(), *(t.shape or (1,)), *(t.stride() or (1,))) for t in captures)
+    return tuple(given) or None

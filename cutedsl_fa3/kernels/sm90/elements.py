@@ -11,8 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant, shared
@@ -86,26 +85,37 @@ class Elements:
             self.scale_log2 = scale * LOG2_E
 
     @staticmethod
-    def fake_captures(variant: Variant, pairs: frozenset[int]) -> tuple[cute.Tensor, ...]:
-        """Stand-ins for the captured tensors, for compilation: rank and type, any extent.
+    def fake_captures(variant: Variant) -> tuple[tuple, ...] | None:
+        """Stand-ins for what is launched of captured tensors, as `inputs.as_numbers` has it."""
+        ranks = [max(1, tensor.dim()) for tensor in variant.captures]
+        given = tuple((Int64(1), *[Int32(1)] * rank, *[Int64(1)] * rank) for rank in ranks)
+        return given or None
+
+    @staticmethod
+    def given_captures(
+        variant: Variant, pairs: frozenset[int], numbers: tuple[tuple, ...] | None
+    ) -> tuple[cute.Tensor, ...] | None:
+        """The captured tensors from what is launched of them: any extent, rank and type as now.
 
         Those of `pairs` can be read two neighbours at a time; those that are read by query or key
         and have dense rows keep these.
         """
         made, adjacent = [], dense(variant)
-        for number, tensor in enumerate(variant.captures):
-            rank, size = max(1, tensor.dim()), tensor.element_size()
-            shape = tuple(cute.sym_int() for _ in range(rank))
-            strides = tuple(cute.sym_int64() for _ in range(rank))
+        for number, (address, *layout) in enumerate(numbers or ()):
+            tensor = variant.captures[number]
+            shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
+            align = tensor.element_size()
             if number in adjacent:
-                strides = (*strides[:-1], 1)
+                strides[-1] = 1
             if number in pairs:
-                size *= 2
-                shape = (*shape[:-1], cute.sym_int(divisibility=2))
-                strides = (*(cute.sym_int64(divisibility=2) for _ in range(rank - 1)), 1)
+                align *= 2
+                shape[-1] = cute.assume(shape[-1], divby=2)
+                strides = [*(cute.assume(stride, divby=2) for stride in strides[:-1]), 1]
             element = CAPTURE_ELEMENTS[tensor.dtype]
-            made.append(make_fake_tensor(element, shape, strides, assumed_align=size))
-        return tuple(made)
+            memory = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
+            layout = cute.make_layout(tuple(shape), stride=tuple(strides))
+            made.append(cute.make_tensor(memory, layout))
+        return tuple(made) or None
 
     def of_row(self, r: int) -> Elements:
         """The variant at the head of a thread's row r."""

@@ -226,11 +226,10 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
 
     def fake_args(self) -> tuple:
         """Stand-ins for the arguments of `host`: any lengths, heads, batch and strides."""
-        captures = Elements.fake_captures(self.plan.variant, self.plan.pairs) or None
-        return fake_args(self.plan, captures)
+        return fake_args(self.plan, Elements.fake_captures(self.plan.variant))
 
     @cute.jit
-    def host(self, q, k, v, o, lse, captures, table, visits, counter, ctas, scale, stream):
+    def host(self, q, k, v, o, lse, captured, table, visits, counter, ctas, scale, stream):
         """Make the tensor maps and launch a CTA for each tile of queries of each head.
 
         Persistent CTAs are at most `ctas`, and share `counter`, which is 0 before and after.
@@ -240,6 +239,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         lse = None if lse is None else rows_first(lse)
         lengths = (q.shape[0], k.shape[0])
         q, o, lse = (t if t is None else heads_packed(t, s.pack) for t in (q, o, lse))
+        captures = Elements.given_captures(self.plan.variant, self.plan.pairs, captured)
         if cutlass.const_expr(self.summarise is not None):
             self.summarise.launch(captures, table, *lengths, stream)
         io = Io(

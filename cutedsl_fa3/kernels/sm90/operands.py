@@ -47,11 +47,11 @@ class Io:
     scale: Float32
 
 
-def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
+def fake_args(plan: Plan, captured: tuple | None) -> tuple:
     """Stand-ins for the arguments of `host`, of any lengths, heads, batch and strides.
 
-    (q, k, v, o, lse, captures, table, visits, counter, ctas, scale, stream), None for what the
-    plan has not.
+    (q, k, v, o, lse, captured, table, visits, counter, ctas, scale, stream), None for what the
+    plan has not. `captured` is as `inputs.as_numbers` makes it; no launch checks it.
     """
     problem = plan.problem
     dtype, d, dv = problem.element, problem.head_dim, problem.head_dim_v
@@ -84,7 +84,7 @@ def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
         tensor(seqlen_k, kv_heads, dv),
         tensor(seqlen_q, heads, dv),
         words(Float32, 3, (batch, heads, seqlen_q)) if plan.variant.has_lse else None,
-        captures,
+        captured,
         per_block and table(per_block[3]),
         words(Int32, 4) if plan.trace else None,
         one_word() if persistent else None,
