@@ -81,7 +81,7 @@ LEADS = (
         (*PLAIN, *OTHERS),
     ),
     Lead("Rescaling only where the maximum has grown?", _values("lazy", False, True), PLAIN),
-    Lead("Deeper rings?", _values("stages", 3), PLAIN),
+    Lead("Deeper rings?", _values("stages", 1, 3), PLAIN[:4]),
     Lead("Fewer or more keys a tile?", _values("tile_n", 64, 96, 160, 176), PLAIN),
     Lead(
         "Several CTAs of a multiprocessor at a time?",

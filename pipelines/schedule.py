@@ -57,10 +57,10 @@ class Schedule:
     cluster: tuple[int, int] = (1, 1)
     head_group: int = 8
     persistent: bool = False
-    residents: int = 1
     store: Store = "tma"
     early: int = 0
     lazy: bool = False
+    residents: int = 1
     pack: int = 1
 
     def __post_init__(self) -> None:
