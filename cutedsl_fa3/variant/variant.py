@@ -11,7 +11,7 @@ import torch
 from cutedsl_fa3.errors import VariantError
 
 from .graph import Graph
-from .normalise import normalise
+from .normalise import normalise, plain
 from .softmax import Elementwise, OnlineSoftmax, check_softmax
 from .trace import PARAMETERS, trace
 
@@ -33,7 +33,8 @@ class Variant:
     The functions are traced here and not kept: code and Python numbers are frozen by value,
     captured tensors are kept by reference and read at each launch (a 0-d tensor is a scalar). They
     become the graphs `score`, `mask`, `weight` (None: the online softmax) and `epilogue`, None
-    where there is nothing to do; `sink` is the number of the sink among `captures`.
+    where there is nothing to do; `sink` is the number of the sink among `captures`. `marked` holds
+    by role the graphs that say more of derivatives (`ops.MARKS`) than those; `derive.py` reads it.
 
     Integer arithmetic is 32-bit: captured int64 elements saturate at +-(2^31 - 1), smaller integers
     are widened to int32; captured fp16 and bf16 elements are widened to fp32, fp64 ones rounded to
@@ -44,13 +45,15 @@ class Variant:
     """
 
     __slots__ = (
-        "__weakref__", "captures", "epilogue", "mask", "score", "sink", "softmax", "weight",
+        "__weakref__", "captures", "epilogue", "marked", "mask", "score", "sink", "softmax",
+        "weight",
     )  # fmt: skip
 
     score: Graph | None
     mask: Graph | None
     weight: Graph | None
     epilogue: Graph | None
+    marked: dict[str, Graph]
     sink: int | None
     softmax: OnlineSoftmax | Elementwise
     captures: tuple[torch.Tensor, ...]
@@ -72,13 +75,18 @@ class Variant:
         }
         used: list[int] = []
         graphs: dict[str, Graph | None] = dict.fromkeys(ROLES)
+        marked: dict[str, Graph] = {}
         sink = None
         for role in ROLES:
             if role == "epilogue" and isinstance(softmax, OnlineSoftmax):
                 sink = _number(softmax.sink, found, used)
             if role in raw:
-                graph = _checked(normalise(raw[role], used), role)
-                graphs[role] = None if _changes_nothing(graph, role) else graph
+                found_graph = normalise(raw[role], used)
+                graph = _checked(plain(found_graph), role)
+                if not _changes_nothing(graph, role):
+                    graphs[role] = graph
+                if graph is not found_graph:
+                    marked[role] = found_graph
         if weight is not None and graphs["epilogue"] and "lse" in graphs["epilogue"].inputs:
             raise VariantError(
                 "epilogue reads lse, and Elementwise weights have none: nothing is normalised; "
@@ -86,6 +94,7 @@ class Variant:
             )
         values = {
             **graphs,
+            "marked": marked,
             "sink": sink,
             "softmax": softmax,
             "captures": tuple(found[number] for number in used),
