@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from attn_gym_variants import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_variants import positions
+from random_variants import captured, positions
 from random_variants import scores as random_scores
 from test_attn_gym import SINGLE_INDICES, mapped
 
@@ -339,6 +340,16 @@ def test_an_attn_gym_function_has_autograds_derivatives(name):
         check(variant, lambda s: functions["score"](s, *at.values()), s)
 
 
+@contextmanager
+def fp64_by_default() -> Iterator[None]:
+    """A scope in which eager torch divides integers in fp64."""
+    torch.set_default_dtype(F64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @settings(max_examples=60)
 @given(random_scores(), st.integers(0, 99))
 def test_a_random_score_has_autograds_derivatives(written, seed):
@@ -351,15 +362,15 @@ def test_a_random_score_has_autograds_derivatives(written, seed):
         name = traced[id(capture)]
         if capture.is_floating_point():
             leaves[number] = names[name] = names[name].clone().requires_grad_()
-    function = written.function(written.score, "s, b, h, q, k", names)
+    source = written.score.replace(".float()", ".double()")
+    function = written.function(source, "s, b, h, q, k", names)
     at = positions(*shape)
-    check(variant, lambda s: function(s, *at.values()), wide(shape, seed), leaves)
+    with fp64_by_default():
+        check(variant, lambda s: function(s, *at.values()), wide(shape, seed), leaves)
 
 
 def _captured_of(variant: Variant, written: Any) -> dict[str, torch.Tensor]:
     """The captured tensors by the name under which the text knows them."""
-    from random_variants import captured
-
     known = captured(written.seed)
     return {
         name: capture
