@@ -131,6 +131,18 @@ class Variant:
         """Whether rows have a log-sum-exp: Elementwise weights have none."""
         return self.weight is None
 
+    def without_epilogue(self) -> Variant:
+        """The same Variant up to the epilogue, on the same captured tensors; itself without one."""
+        if self.epilogue is None and "epilogue" not in self.marked:
+            return self
+        other = object.__new__(Variant)
+        marked = {role: graph for role, graph in self.marked.items() if role != "epilogue"}
+        changed = {"epilogue": None, "marked": marked}
+        for name in self.__slots__:
+            if name != "__weakref__":
+                object.__setattr__(other, name, changed.get(name, getattr(self, name)))
+        return other
+
     @property
     def text(self) -> str:
         """Canonical text: variants that generate the same code have the same text."""
