@@ -188,11 +188,12 @@ class _Call:
             if not indices[at]:
                 total += share.sum()
                 continue
-            where = [
-                torch.broadcast_to(i.clamp(0, size - 1).long(), share.shape).to(total.device)
-                for i, size in zip(indices[at], total.shape, strict=True)
-            ]
-            total.index_put_(tuple(where), share, accumulate=True)
+            place = torch.zeros((), dtype=torch.int64, device=share.device)
+            for index, size in zip(indices[at], total.shape, strict=True):
+                place = place * size + index.clamp(0, size - 1)
+            place = torch.broadcast_to(place, share.shape).flatten()
+            # One after the other: `index_put_` adds in an order that differs from run to run.
+            total.view(-1).index_add_(0, place, share.flatten())
 
     def evaluated(
         self, derived: Derivatives, inputs: dict[str, torch.Tensor | int]

@@ -136,7 +136,7 @@ def _call(
     A kind is described by as little as will do, since this is most of what a call costs in Python.
     """
     if is_dynamo_compiling():
-        return operators.traced(q, k, v, variant, scale, schedule, deterministic)
+        return operators.traced(q, k, v, variant, (scale, schedule, deterministic))
     graded = forward_ad._current_level >= 0 or (  # tangents come without requires_grad
         torch.is_grad_enabled() and _requires_grad(q, k, v, variant)
     )
@@ -152,12 +152,12 @@ def _call(
             except MISMATCH:
                 pass  # nothing was launched: a kernel checks types, strides and addresses first
     if operators.is_fake(q):
-        return operators.traced(q, k, v, variant, scale, schedule, deterministic)
+        return operators.faked(q, k, v, variant, (scale, schedule, deterministic))
     q, k, v = operators.autocast(q, k, v)
     call = _exactly(q, k, v, variant, schedule)
     scale = _scaled(call, scale)
     if graded:
-        return operators.attend(q, k, v, variant, scale, schedule, deterministic)
+        return operators.attend(call, q, k, v, variant, (scale, schedule, deterministic))
     return call(q, k, v, variant, scale)
 
 

@@ -11,7 +11,7 @@ was made, and asks for their gradients. What is eager and needs no gradient goes
 from __future__ import annotations
 
 import ast
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,11 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from . import calls
+from .calls import Result
 from .errors import Unsupported
+from .inputs import checked_scale
 from .pipelines import Schedule
 from .variant import Variant
 from .variant.variant import by_handle
 
+Options = tuple[float | None, Schedule | None, bool]  # scale, schedule, deterministic
 FIELDS = tuple(field.name for field in fields(Schedule))
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts; never float64
 
@@ -44,39 +47,53 @@ TWICE = (
 
 
 def attend(
+    call: Callable[..., Result],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     variant: Variant,
-    scale: float | None,
-    schedule: Schedule | None,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The call as an operator; the LSE is None where the variant has none.
+    options: Options,
+) -> Result:
+    """A call that was checked, eagerly and differentiable; an operator takes ten times as long.
 
     Raises: Unsupported for tangents of forward-mode derivatives.
     """
-    captures = list(variant.captures)
+    captures = variant.captures
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v, *captures)
+    return _Attention.apply(call, variant, options, q, k, v, *captures)
+
+
+def traced(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, options: Options
+) -> Result:
+    """The call as an operator: in a graph that is compiled."""
+    return _operator(q, k, v, variant, list(variant.captures), options)
+
+
+def faked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, options: Options
+) -> Result:
+    """The same for tensors of `FakeTensorMode`, real captured tensors among them."""
+    mode = q.fake_mode  # type: ignore[attr-defined]
+    captures = [t if is_fake(t) else mode.from_tensor(t) for t in variant.captures]
+    return _operator(q, k, v, variant, captures, options)
+
+
+def _operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    captures: list[torch.Tensor],
+    options: Options,
+) -> Result:
+    q, k, v = autocast(q, k, v)
+    scale, schedule, deterministic = options
     found = torch.ops.cutedsl_fa3.attention(
         q, k, v, captures, variant.handle, scale, _written(schedule), deterministic
     )
     return found[0], found[1] if variant.weight is None else None
-
-
-def traced(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    schedule: Schedule | None,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same where tensors have no memory: in a graph that is compiled, or a fake tensor's."""
-    q, k, v = autocast(q, k, v)
-    return attend(q, k, v, variant, scale, schedule, deterministic)
 
 
 def is_fake(q: object) -> bool:
@@ -124,7 +141,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE, which is empty where the variant has none."""
     bound = by_handle(variant).bound_to(captures)
-    out, lse = _forward(q, k, v, bound, scale, _read(schedule))
+    out, lse = _forward(q, k, v, bound, (scale, _read(schedule), deterministic))
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -165,21 +182,11 @@ def _attention_backward(
 
     Raises: Unsupported where there is no kernel.
     """
-    from . import backward  # which only gradients need
-
-    if not calls.emulated(q.device):
-        raise Unsupported(NO_KERNEL)
     bound = by_handle(variant).bound_to(captures)
-    natural = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    raw = bound.without_epilogue()
-    if raw is not bound:  # what the epilogue was given is not kept from the forward
-        out, again = _forward(q, k, v, raw, scale, _read(schedule))
-        lse = lse if again is None else again
-    found = backward.run(
-        q, k, v, bound, out, lse if bound.has_lse else None, do, dlse, scale=natural, wanted=wanted
-    )
-    of_captures = [found.captures[i].to(captures[i].dtype) for i in wanted]
-    return found.q, found.k, found.v, of_captures
+    options = scale, _read(schedule), deterministic
+    saved = q, k, v, out, lse if bound.has_lse else None
+    dq, dk, dv, *of_captures = _gradients(do, dlse, saved, bound, options, wanted)
+    return dq, dk, dv, of_captures
 
 
 @_attention_backward.register_fake
@@ -203,18 +210,110 @@ def _(
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    variant: Variant,
-    scale: float | None,
-    schedule: Schedule | None,
-) -> calls.Result:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, options: Options
+) -> Result:
     """The call itself, without gradients; checked as any other."""
     from . import interface  # which imports this module
 
     with torch.no_grad():
-        return interface._call(q, k, v, variant, scale, schedule)
+        return interface._call(q, k, v, variant, *options)
+
+
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _gradients(
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    saved: Saved,
+    variant: Variant,
+    options: Options,
+    wanted: Sequence[int],
+) -> list[torch.Tensor]:
+    """Gradients of q, k, v and of the captured tensors wanted, each in its type.
+
+    Raises: Unsupported where there is no kernel.
+    """
+    from . import backward  # which only gradients need
+
+    q, k, v, out, lse = saved
+    if not calls.emulated(q.device):
+        raise Unsupported(NO_KERNEL)
+    do = torch.zeros_like(out) if do is None else do
+    raw = variant.without_epilogue()
+    if raw is not variant:  # what the epilogue was given is not kept from the forward
+        out, lse = _forward(q, k, v, raw, options)
+    scale = checked_scale(options[0], q.shape[3])
+    found = backward.run(q, k, v, variant, out, lse, do, dlse, scale=scale, wanted=wanted)
+    of_captures = [found.captures[i].to(variant.captures[i].dtype) for i in wanted]
+    return [found.q, found.k, found.v, *of_captures]
+
+
+def _wanted(variant: Variant, asked: Sequence[bool]) -> list[int]:
+    """The captured tensors, of those asked for, that have a gradient."""
+    if not any(asked):
+        return []
+    from .backward import differentiable
+
+    return [i for i in sorted(differentiable(variant)) if asked[i]]
+
+
+# Eagerly.
+
+
+class _Attention(torch.autograd.Function):
+    """(call, variant, options, q, k, v, *captured tensors) -> out, lse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Callable[..., Result],
+        variant: Variant,
+        options: Options,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *captures: torch.Tensor,
+    ) -> Result:
+        out, lse = call(q, k, v, variant, options[0])
+        ctx.set_materialize_grads(False)
+        ctx.variant, ctx.options = variant, options
+        ctx.save_for_backward(q, k, v, out, lse, *captures)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        asked = ctx.needs_input_grad[6:]
+        wanted = _wanted(ctx.variant, asked)
+        dq, dk, dv, *found = _Backward.apply(
+            ctx.variant, ctx.options, wanted, do, dlse, *ctx.saved_tensors
+        )
+        by_number = dict(zip(wanted, found, strict=True))
+        return None, None, None, dq, dk, dv, *(by_number.get(i) for i in range(len(asked)))
+
+
+class _Backward(torch.autograd.Function):
+    """The gradients; a function of its own, so that a derivative of them is refused by name."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        variant: Variant,
+        options: Options,
+        wanted: Sequence[int],
+        do: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        *saved: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        q, k, v, out, lse, *_ = saved
+        return tuple(_gradients(do, dlse, (q, k, v, out, lse), variant, options, wanted))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise Unsupported(TWICE)
+
+
+# As operators.
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -226,17 +325,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _hand_back(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    from .backward import differentiable
-
     q, k, v, out, lse, *captures = ctx.saved_tensors
-    handle = ctx.options[0]
-    needed = ctx.needs_input_grad[3]
-    asked = [i for i, needs in enumerate(needed) if needs] if ctx.count else []
-    having = differentiable(by_handle(handle)) if asked else frozenset()
-    wanted = [i for i in asked if i in having]
+    wanted = _wanted(by_handle(ctx.options[0]), ctx.needs_input_grad[3]) if ctx.count else []
     do = torch.zeros_like(out) if do is None else do
-    if lse.dim() == 1:  # there is no LSE
-        dlse = None
+    dlse = None if lse.dim() == 1 else dlse  # there is no LSE
     dq, dk, dv, found = torch.ops.cutedsl_fa3.attention_backward(
         do, dlse, q, k, v, out, lse, captures, *ctx.options, wanted
     )

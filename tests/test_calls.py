@@ -373,13 +373,6 @@ def test_a_gradient_is_refused_with_what_to_do_instead(gpu, place):
         assert not fa3.attention(q, k, v, by_head(slopes)).requires_grad
 
 
-def test_a_gradient_of_the_emulator_is_refused_in_the_same_words():
-    q = drawn(*Q).requires_grad_()
-    for variant in (None, fa3.Variant(softmax=fa3.Elementwise(torch.relu))):
-        with pytest.raises(fa3.Unsupported, match=r"no backward .*reference"):
-            fa3.attention(q, q, q, variant).sum().backward()
-
-
 def test_a_forward_mode_derivative_is_refused_not_dropped(gpu):
     q = drawn(*Q)
     with torch.autograd.forward_ad.dual_level():

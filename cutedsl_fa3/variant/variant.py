@@ -36,8 +36,9 @@ class Variant:
     captured tensors are kept by reference and read at each launch (a 0-d tensor is a scalar). They
     become the graphs `score`, `mask`, `weight` (None: the online softmax) and `epilogue`, None
     where there is nothing to do; `sink` is the number of the sink among `captures`. `marked` holds
-    by role the graphs that say more of derivatives (`ops.MARKS`) than those; `derive.py` reads it. `handle` names the Variant in this
-    process, where only text can: `by_handle` finds it as long as it lives.
+    by role the graphs that say more of derivatives (`ops.MARKS`) than those; `derive.py` reads it.
+    `handle` names the Variant in this process, where only text can: `by_handle` finds it as long as
+    it lives.
 
     Integer arithmetic is 32-bit: captured int64 elements saturate at +-(2^31 - 1), smaller integers
     are widened to int32; captured fp16 and bf16 elements are widened to fp32, fp64 ones rounded to
@@ -197,7 +198,10 @@ def by_handle(handle: str) -> Variant:
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
-        b.data_ptr(), b.shape, b.stride(), b.dtype
+        b.data_ptr(),
+        b.shape,
+        b.stride(),
+        b.dtype,
     )
 
 
