@@ -63,6 +63,7 @@ def differentiable(variant: Variant) -> frozenset[int]:
 
 
 @torch.no_grad()
+@torch.autocast("cpu", enabled=False)
 def run(
     q: torch.Tensor,
     k: torch.Tensor,

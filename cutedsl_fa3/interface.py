@@ -11,6 +11,7 @@ import weakref
 from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -137,6 +138,8 @@ def _call(
     """
     if is_dynamo_compiling():
         return operators.traced(q, k, v, variant, (scale, schedule, deterministic))
+    if type(q) is FakeTensor:
+        return operators.faked(q, k, v, variant, (scale, schedule, deterministic))
     graded = forward_ad._current_level >= 0 or (  # tangents come without requires_grad
         torch.is_grad_enabled() and _requires_grad(q, k, v, variant)
     )
@@ -151,9 +154,9 @@ def _call(
                 return call(q, k, v, variant, _scaled(call, scale))
             except MISMATCH:
                 pass  # nothing was launched: a kernel checks types, strides and addresses first
-    if operators.is_fake(q):
-        return operators.faked(q, k, v, variant, (scale, schedule, deterministic))
     q, k, v = operators.autocast(q, k, v)
+    if not isinstance(deterministic, bool):
+        raise Unsupported(f"deterministic = {deterministic!r}: supported are True and False")
     call = _exactly(q, k, v, variant, schedule)
     scale = _scaled(call, scale)
     if graded:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,13 +21,12 @@ from torch.autograd import forward_ad
 from . import calls
 from .calls import Result
 from .errors import Unsupported
-from .inputs import checked_scale
+from .inputs import check_tensors, checked_scale
 from .pipelines import Schedule
 from .variant import Variant
 from .variant.variant import by_handle
 
 Options = tuple[float | None, Schedule | None, bool]  # scale, schedule, deterministic
-FIELDS = tuple(field.name for field in fields(Schedule))
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts; never float64
 
 NO_KERNEL = (
@@ -75,8 +73,9 @@ def faked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, options: Options
 ) -> Result:
     """The same for tensors of `FakeTensorMode`, real captured tensors among them."""
+    check_tensors(*autocast(q, k, v), variant)
     mode = q.fake_mode  # type: ignore[attr-defined]
-    captures = [t if is_fake(t) else mode.from_tensor(t) for t in variant.captures]
+    captures = [t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in variant.captures]
     return _operator(q, k, v, variant, captures, options)
 
 
@@ -88,17 +87,14 @@ def _operator(
     captures: list[torch.Tensor],
     options: Options,
 ) -> Result:
+    if not isinstance(variant, Variant):
+        check_tensors(q, k, v, variant)  # which refuses it by name
     q, k, v = autocast(q, k, v)
     scale, schedule, deterministic = options
     found = torch.ops.cutedsl_fa3.attention(
         q, k, v, captures, variant.handle, scale, _written(schedule), deterministic
     )
     return found[0], found[1] if variant.weight is None else None
-
-
-def is_fake(q: object) -> bool:
-    """Whether this is a tensor of `FakeTensorMode`, which has shapes and no memory."""
-    return isinstance(q, FakeTensor)
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -119,13 +115,15 @@ def _refuse_tangents(*tensors: torch.Tensor) -> None:
 
 def _written(schedule: Schedule | None) -> str:
     """A schedule as text that `_read` takes; "" for none."""
-    if schedule is None:
-        return ""
-    return str(tuple([getattr(schedule, name) for name in FIELDS]))
+    return "" if schedule is None else schedule.text
 
 
 def _read(text: str) -> Schedule | None:
-    return Schedule(*ast.literal_eval(text)) if text else None
+    if not text:
+        return None
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    return Schedule(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
 
 
 @torch.library.custom_op("cutedsl_fa3::attention", mutates_args=())
@@ -156,8 +154,11 @@ def _(
     schedule: str,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    found = by_handle(variant)
+    if all(isinstance(n, int) for t in (q, k, v) for n in t.shape):
+        check_tensors(q, k, v, found)  # of sizes that a graph leaves open, when it is called
     batch, seqlen_q, heads, _ = q.shape
-    rows = (batch, heads, seqlen_q) if by_handle(variant).has_lse else (0,)
+    rows = (batch, heads, seqlen_q) if found.has_lse else (0,)
     out = q.new_empty(batch, seqlen_q, heads, v.shape[3])
     return out, q.new_empty(rows, dtype=torch.float32)
 
@@ -320,13 +321,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     """What the backward needs: O(seqlen) memory, the inputs included."""
     q, k, v, captures, *ctx.options = inputs
     ctx.set_materialize_grads(False)
-    ctx.count = len(captures)
+    ctx.count, ctx.variant = len(captures), by_handle(ctx.options[0])
     ctx.save_for_backward(q, k, v, *output, *captures)
 
 
 def _hand_back(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, *captures = ctx.saved_tensors
-    wanted = _wanted(by_handle(ctx.options[0]), ctx.needs_input_grad[3]) if ctx.count else []
+    wanted = _wanted(ctx.variant, ctx.needs_input_grad[3]) if ctx.count else []
     do = torch.zeros_like(out) if do is None else do
     dlse = None if lse.dim() == 1 else dlse  # there is no LSE
     dq, dk, dv, found = torch.ops.cutedsl_fa3.attention_backward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 Overlap = Literal["none", "pingpong", "intra", "both"]
 Store = Literal["tma", "direct"]
@@ -50,6 +50,7 @@ class Schedule:
     store: Store = "tma"
     early: int = 0
     lazy: bool = False
+    text: ClassVar[str]
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
@@ -85,6 +86,8 @@ class Schedule:
             need(isinstance(getattr(self, field), bool), field, "True or False")
         need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
+        # What it is made by, once: a graph that is compiled takes text, and cannot make it.
+        object.__setattr__(self, "text", repr(self))
 
     @property
     def intra(self) -> bool:
