@@ -42,11 +42,12 @@ def _square(variant: str, dim: int, seqlen: int, heads: int | None = None) -> Ca
 PLAIN = tuple(
     _square(name, dim, seqlen)
     for dim in (64, 128)
-    for name in ("full", "causal")
-    for seqlen in (1024, 8192)
+    for name, seqlen in (("full", 8192), ("causal", 1024), ("causal", 8192))
 )
 CAUSAL = tuple(case for case in PLAIN if case.variant == "causal")
 OTHERS = tuple(_square(name, dim, 8192, 16) for dim in (64, 128) for name in VARIANTS)
+LONG = tuple(case for case in PLAIN if case.seqlen_q > 1024)
+AT_128 = tuple(case for case in OTHERS if case.head_dim == 128)
 AT_64 = tuple(case for case in (*PLAIN, *OTHERS) if case.head_dim == 64)
 FEW_QUERIES = tuple(
     Case("causal", "bf16", 128, 128, seqlen_q, 8192, 8, heads, kv_heads)
@@ -70,7 +71,7 @@ LEADS = (
     Lead(
         "The next product under the softmax, or warpgroups in turns?",
         _values("overlap", "none", "pingpong", "intra", "both"),
-        (*PLAIN, *OTHERS),
+        (*PLAIN, *AT_128),
     ),
     Lead("A CTA for each tile of queries?", _values("persistent", False), PLAIN),
     Lead("Heads side by side, for L2?", _values("head_group", 1, 16), CAUSAL),
@@ -78,11 +79,11 @@ LEADS = (
     Lead(
         "Exponentials held before the wait, in eighths?",
         _values("early", 0, 2, 4),
-        (*PLAIN, *OTHERS),
+        (*PLAIN, *AT_128),
     ),
     Lead("Rescaling only where the maximum has grown?", _values("lazy", False, True), PLAIN),
-    Lead("Deeper rings?", _values("stages", 1, 3), PLAIN[:4]),
-    Lead("Fewer or more keys a tile?", _values("tile_n", 64, 96, 160, 176), PLAIN),
+    Lead("Deeper rings?", _values("stages", 1, 3), PLAIN[:3]),
+    Lead("Fewer or more keys a tile?", _values("tile_n", 96, 176), LONG),
     Lead(
         "Several CTAs of a multiprocessor at a time?",
         (
