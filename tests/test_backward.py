@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twin_cases import BATCH, HEADS, KV_HEADS, drawn, plain, variants
 
-from cutedsl_fa3 import OnlineSoftmax, Variant, backward, masks, reference, scores
+from cutedsl_fa3 import OnlineSoftmax, Variant, backward, masks, named, reference, scores
 from cutedsl_fa3.gallery_page import EXAMPLES
 from cutedsl_fa3.variant import Elementwise
 
@@ -62,6 +62,12 @@ def test_every_shipped_function_has_the_references_gradients(example):
 @pytest.mark.parametrize("name", variants())
 def test_every_kind_of_variant_has_the_references_gradients(name):
     check_exactly(variants()[name], BATCH, 50, 75, HEADS, KV_HEADS, 8, 8)
+
+
+@pytest.mark.parametrize("name", named.EXAMPLES)
+def test_every_named_variant_has_the_references_gradients(name):
+    chosen = named.named(name, named.Lengths(2, 50, 60))
+    check_exactly(chosen.variant, 1, 50, 60, 2, 1, 8, 8)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
