@@ -197,11 +197,7 @@ def compiled(device: str) -> None:
     assert counted.frame_count == 1
 
 
-def test_forward_and_backward_are_one_graph_whatever_the_lengths(device):
-    alone(compiled, device)
-
-
-def test_a_graph_needs_no_compiler_of_c(device):
+def test_forward_and_backward_are_one_graph_at_all_lengths_and_need_no_compiler_of_c(device):
     alone(compiled, device, CXX="/nowhere/c++", CC="/nowhere/cc", PATH="/nowhere")
 
 
