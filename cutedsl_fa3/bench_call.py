@@ -25,6 +25,7 @@ from .calls import prepare
 from .counters import counter
 from .interface import attention, plan
 from .record import ROOT, CallRow
+from .seen import Seen
 from .variant import Variant
 
 CALLS = 100  # of a sample, in a row; a stream queues 1,024
@@ -35,9 +36,9 @@ PARTS = ("find", "load", "launch")
 SHAPE = (1, 64, 2, 64)
 
 
-def inputs(captures: int, device: str) -> tuple[torch.Tensor, Variant]:
-    """q, which serves as k and v too, and a causal variant with this many captured tensors."""
-    q = torch.zeros(SHAPE, device=device, dtype=torch.bfloat16)
+def inputs(captures: int, device: str) -> tuple[list[torch.Tensor], Variant]:
+    """q, k and v, and a causal variant with this many captured tensors."""
+    given = [torch.zeros(SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3)]
     biases = [torch.zeros(SHAPE[2], device=device) for _ in range(captures)]
 
     def score(s, b, h, q, k):
@@ -45,7 +46,7 @@ def inputs(captures: int, device: str) -> tuple[torch.Tensor, Variant]:
             s = s + bias[h]
         return s
 
-    return q, Variant(score if captures else None, masks.causal)
+    return given, Variant(score if captures else None, masks.causal)
 
 
 def measure(report: Callable[[str], None], processes: int = PROCESSES) -> Iterator[CallRow]:
@@ -67,17 +68,18 @@ def measure(report: Callable[[str], None], processes: int = PROCESSES) -> Iterat
 
 def cached_call(captures: int) -> CallRow:
     """Microseconds until a call of a kind that was seen before returns, its launch queued."""
-    q, variant = inputs(captures, "cuda")
-    return _row("cached call", _queued(lambda: attention(q, q, q, variant)), captures)
+    (q, k, v), variant = inputs(captures, "cuda")
+    return _row("cached call", _queued(lambda: attention(q, k, v, variant)), captures)
 
 
 def launch_alone(captures: int) -> CallRow:
     """Microseconds of the launch of such a call: tensor maps made, the kernel queued."""
-    q, variant = inputs(captures, "cuda")
-    call = prepare(q, q, q, variant, None)
+    given, variant = inputs(captures, "cuda")
+    call = prepare(*given, variant, None)
     out, lse = torch.empty_like(call.out), torch.empty_like(call.lse)
     drawn = None if call.ctas is None else counter(call.index)
-    arguments = (q, q, q, out, lse, variant.captures or None, None, None, drawn, call.ctas)
+    captured = Seen(call, tuple(given), variant.captures, None).numbers
+    arguments = (*given, out, lse, captured, None, None, drawn, call.ctas)
     arguments += (call.scale,)
     return _row("launch alone", _queued(lambda: call.launch(*arguments)), captures)
 
@@ -117,8 +119,8 @@ def first_call(device: str) -> None:
 
     On the CPU the kernel is found and loaded, and a launch takes no time.
     """
-    q, variant = inputs(1, device)
-    kernel = plan(q, q, q, variant).kernel
+    given, variant = inputs(1, device)
+    kernel = plan(*given, variant).kernel
     if device == "cuda":
         torch.cuda.synchronize()
     times = [time.perf_counter()]
@@ -127,7 +129,7 @@ def first_call(device: str) -> None:
     _ = compiled.launch if device == "cuda" else compiled.function
     times.append(time.perf_counter())
     if device == "cuda":
-        attention(q, q, q, variant)
+        attention(*given, variant)
         torch.cuda.synchronize()
         times.append(time.perf_counter())
     else:

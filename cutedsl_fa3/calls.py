@@ -1,8 +1,7 @@
 """Calls that have been checked: what is left to do each time is to allocate and to launch.
 
-A call is described by its signature: whatever the checks and the choice of a kernel depend on.
-The first call of a signature is checked, its kernel found and both kept by variant; the next one of
-the same signature starts at once. Nothing kept here holds a variant, or a tensor of the caller.
+The first call of a kind is checked and its kernel found; how the next one is known is in seen.py.
+Nothing kept here holds a variant, or a tensor of the caller.
 """
 
 from __future__ import annotations
@@ -13,26 +12,29 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import tvm_ffi  # noqa: F401  # kernels are loaded by it: a first call should not wait for it
 
 from . import cache, hang, tuned
-from .counters import counter
+from .counters import counter, under_capture
 from .inputs import (
     NAMES,
     addressable,
+    as_numbers,
+    check_addresses,
     check_device,
     check_grid,
     check_schedule,
     check_tensors,
     checked_scale,
-    launchable,
     without_scores,
 )
 from .pipelines import Schedule
 from .plans import Plan
 from .problem import Problem
+from .schedules import default_schedule, schedule_for
 from .variant import Variant
 from .variant.evaluate import evaluate
 from .variant.pairs import dense, pairs
@@ -57,7 +59,9 @@ class Launcher:
 # values refer to them.
 _launchers: weakref.WeakKeyDictionary[Variant, dict[tuple, Launcher]] = weakref.WeakKeyDictionary()
 
-current_device = torch.cuda.current_device
+# What `torch.cuda.current_device` wraps, which first looks whether CUDA is there; a torch without
+# CUDA has none.
+current_device = getattr(torch._C, "_cuda_getDevice", None)
 empty_like = torch.empty_like
 
 
@@ -65,21 +69,24 @@ class OnDevice:
     """A forward on a GPU, for tensors of one shape, layout and place."""
 
     __slots__ = ("checks_layouts", "ctas", "device", "index", "launch", "lse", "out", "scale",
-                 "strides", "table", "viewed")  # fmt: skip
+                 "strides", "table", "unread")  # fmt: skip
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, made: Launcher
     ) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
         plan = Plan(variant, made.problem, made.schedule)
-        check_grid(q, made.schedule.tile_m)
+        check_grid(q, made.schedule)
+        check_addresses(variant.captures)
         self.launch = made.launch
         self.scale = checked_scale(None, head_dim)
         self.device, self.index = q.device, q.device.index
-        self.ctas = _multiprocessors(q.device) if made.schedule.persistent else None
+        residents = made.schedule.residents
+        self.ctas = residents * _multiprocessors(q.device) if made.schedule.persistent else None
         self.out = _model((batch, seqlen_q, heads, v.shape[3]), q.dtype, q.device)
         rows = (batch, heads, seqlen_q) if variant.has_lse else None
         self.lse = _model(rows, torch.float32, q.device)
+        self.unread = None if rows is None else _unread(rows, q.device)
         table = plan.table_shape(batch, heads, seqlen_q, k.shape[1])
         self.table = _model(table, torch.int32, q.device)
         given = (("q", q), ("k", k), ("v", v))
@@ -89,7 +96,6 @@ class OnDevice:
         # A launch refuses types, strides and addresses that its kernel cannot take, unless a
         # stride is replaced before.
         self.checks_layouts = self.strides is None
-        self.viewed = any(t.dtype == torch.bool or t.dim() == 0 for t in variant.captures)
 
     def __call__(
         self,
@@ -100,26 +106,42 @@ class OnDevice:
         scale: float,
         visits: torch.Tensor | None = None,
     ) -> Result:
-        """Allocate, launch on the current stream of the tensors' device, return (out, lse)."""
-        out = empty_like(self.out)
-        lse = None if self.lse is None else empty_like(self.lse)
-        table = None if self.table is None else empty_like(self.table)
-        captures = variant.captures
-        if self.viewed:
-            captures = tuple([launchable(t) for t in captures])
+        """As `run`, of tensors as they come: described anew, odd strides replaced."""
         if self.strides is not None:
             q, k, v = (
                 t if s is None else t.as_strided(t.shape, s)
                 for t, s in zip((q, k, v), self.strides, strict=True)
             )
+        return self.run(q, k, v, as_numbers(variant.captures), scale, True, visits)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        captured: Any,
+        scale: float,
+        reads_lse: bool,
+        visits: torch.Tensor | None = None,
+    ) -> Result:
+        """Allocate, launch on the current stream of the tensors' device, return (out, lse).
+
+        `captured` is what `as_numbers` says of the captured tensors, which no launch checks; q, k
+        and v are checked by it. Unless the caller `reads_lse`, the second is no LSE.
+        """
+        out = empty_like(self.out)
+        lse = self.unread
+        if reads_lse or lse is None:
+            lse = None if self.lse is None else empty_like(self.lse)
+        table = None if self.table is None else empty_like(self.table)
         ctas = self.ctas
         if current_device() == self.index:
             drawn = None if ctas is None else counter(self.index)
-            self.launch(q, k, v, out, lse, captures or None, table, visits, drawn, ctas, scale)
+            self.launch(q, k, v, out, lse, captured, table, visits, drawn, ctas, scale)
         else:
             with torch.cuda.device(self.device):
                 drawn = None if ctas is None else counter(self.index)
-                self.launch(q, k, v, out, lse, captures or None, table, visits, drawn, ctas, scale)
+                self.launch(q, k, v, out, lse, captured, table, visits, drawn, ctas, scale)
         return out, lse
 
 
@@ -132,7 +154,7 @@ class OnCpu:
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         for name, t in (("q", q), ("k", k), ("v", v)):
             addressable(name, t)
-        check_grid(q, plan.schedule.tile_m)
+        check_grid(q, plan.schedule)
         self.scale = checked_scale(None, q.shape[3])
         self.problem, self.schedule = plan.problem, plan.schedule
 
@@ -195,7 +217,7 @@ def prepare(
     """
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     if without_scores(q, k):
         plan_for(q, k, v, variant, schedule).check()
         return WithoutScores(q)
@@ -203,7 +225,7 @@ def prepare(
         plan = plan_for(q, k, v, variant, schedule)
         plan.check()
         return OnCpu(q, k, v, plan)
-    schedule = tuned.schedule(q, k, v, variant, schedule)
+    schedule = tuned.schedule(q, k, v, variant, schedule) or schedule_of_lengths(q, k, v, variant)
     made = launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule)
     return OnDevice(q, k, v, variant, made)
 
@@ -218,7 +240,7 @@ def visited(
     """
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     plan = plan_for(q, k, v, variant, schedule, trace=True)
     plan.check()
     sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -247,8 +269,19 @@ def plan_for(
     """The plan for checked tensors: with this schedule, else a tuned one, else the table's."""
     choice = tuned.choice(q, k, v, variant) if schedule is None else None
     schedule = schedule if choice is None else choice.schedule
+    schedule = schedule or schedule_of_lengths(q, k, v, variant)
     plan = planned(variant, q.dtype, q.shape[3], v.shape[3], schedule, trace)
     return plan if choice is None else replace(plan, tuned=choice)
+
+
+def schedule_of_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant
+) -> Schedule | None:
+    """The table's schedule for these lengths and heads; None if it is that for any."""
+    problem = Problem(NAMES[q.dtype], q.shape[3], v.shape[3])
+    seqlens = q.shape[1], k.shape[1]
+    found = schedule_for(variant, problem, seqlens, q.shape[2], k.shape[2])
+    return None if found == default_schedule(variant, problem) else found
 
 
 def planned(
@@ -259,7 +292,7 @@ def planned(
     schedule: Schedule | None,
     trace: bool = False,
 ) -> Plan:
-    """The plan for tensors of this type and these sizes, by the table without a schedule."""
+    """The plan for tensors of this type and these head sizes, by the table without a schedule."""
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
     if schedule is None:
         return Plan.default(variant, problem, trace=trace)
@@ -324,3 +357,22 @@ def _model(
     That takes half the time of `torch.empty`, which parses shape, type and device at each call.
     """
     return None if shape is None else _element(dtype, device).expand(shape)
+
+
+_rows: dict[torch.device, list[torch.Tensor]] = {}
+
+
+def _unread(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor | None:
+    """Memory in place of an LSE that nobody reads, since to allocate one takes a call's tenth.
+
+    All heads and launches write over one another in it. It is never freed, since graphs and other
+    streams may still write to it: a vector as long as the longest sequence, and shorter ones from
+    before. None where it would have to be allocated for a graph, whose memory is used again.
+    """
+    rows = _rows.setdefault(device, [])
+    if not rows or rows[-1].numel() < shape[2]:
+        if under_capture(device):
+            return None
+        length = 1 << max(shape[2] - 1, 1023).bit_length()
+        rows.append(torch.empty(length, dtype=torch.float32, device=device))
+    return rows[-1][: shape[2]].expand(shape)

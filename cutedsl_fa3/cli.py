@@ -47,6 +47,7 @@ def chosen_plan(
     stages: Annotated[int | None, typer.Option(help="Depth of the K and V rings.")] = None,
     consumers: Annotated[int | None, typer.Option(help="Consumer warpgroups.")] = None,
     overlap: Annotated[str | None, typer.Option(help="none, pingpong, intra or both.")] = None,
+    pack: Annotated[int | None, typer.Option(help="Query heads that share a tile.")] = None,
 ) -> Any:
     """The plan that the shared options describe, for any lengths, batch and number of heads.
 
@@ -65,6 +66,7 @@ def chosen_plan(
         "stages": stages,
         "consumers": consumers,
         "overlap": overlap,
+        "pack": pack,
     }
     given = {name: value for name, value in asked.items() if value is not None}
     plan = Plan(traced, problem, replace(default_schedule(traced, problem), **given))

@@ -7,6 +7,7 @@ stands for all of its kind, because what a kernel holds in registers depends on 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,12 @@ from . import masks, scores
 from .named import laborious
 from .plans import Plan
 from .problem import DTYPES, LARGEST, NATIVE, STEP, Problem
-from .schedules import needs
+from .schedules import SHORT, needs, serving_row
 from .variant import Elementwise, OnlineSoftmax, Variant
+
+# Of plans with several heads in a tile: sizes and heads in a tile, in bf16. With more than 8 the
+# rows of a thread are of two heads.
+PACKED = (((64, 64), 8), ((128, 128), 8), ((128, 128), 16), ((256, 256), 8))
 
 HEADS = 8  # of the captured tensors here; a plan is for any number
 
@@ -58,6 +63,35 @@ def configs() -> list[Plan]:
     ]
 
 
+@functools.cache
+def short() -> list[Plan]:
+    """Plans of `schedules.SHORT`, for each dtype and kind of variant that a row serves."""
+    return [
+        Plan(variant, problem, row.schedule(masked=True))
+        for row in SHORT
+        for dtype in DTYPES
+        for variant in kinds().values()
+        for problem in (Problem(dtype, row.head_dim, row.head_dim_v),)
+        if serving_row(variant, problem, row.keys) is row
+    ]
+
+
+@functools.cache
+def packed() -> list[Plan]:
+    """Plans of `PACKED`, for each kind of variant: several heads in a tile."""
+    return [
+        replace(plan, schedule=replace(plan.schedule, pack=pack))
+        for native, pack in PACKED
+        for plan in configs()
+        if plan.problem == Problem("bf16", *native)
+    ]
+
+
+def every() -> list[Plan]:
+    """All of these."""
+    return [*configs(), *short(), *packed()]
+
+
 def kind(plan: Plan) -> str:
     """The kind of variant that a plan of `configs` is for."""
     return next(name for name, variant in kinds().items() if variant is plan.variant)
@@ -66,7 +100,9 @@ def kind(plan: Plan) -> str:
 def label(plan: Plan) -> str:
     """A short name for a plan of `configs`, as in d192x128-bf16-uniform."""
     d, dv = plan.problem.head_dim, plan.problem.head_dim_v
-    return f"d{d if d == dv else f'{d}x{dv}'}-{plan.problem.dtype}-{kind(plan)}"
+    pack = f"-pack{plan.schedule.pack}" if plan.schedule.pack > 1 else ""
+    few = "-short" if plan in short() else ""
+    return f"d{d if d == dv else f'{d}x{dv}'}-{plan.problem.dtype}-{kind(plan)}{few}{pack}"
 
 
 @functools.cache
@@ -115,7 +151,7 @@ def cells(plan: Plan) -> tuple[str, ...]:
         needs(plan.variant),
         "one by one" if getattr(plan, "by_tile", False) else "by runs",
         _softmax(plan.variant),
-        f"{s.tile_m} x {s.tile_n}",
+        f"{s.tile_m} x {s.tile_n}" + (f" of {s.pack} heads" if s.pack > 1 else ""),
         f"{s.stages}",
         f"{s.consumers}",
         s.overlap,
@@ -146,7 +182,7 @@ def table() -> Table:
 def _rows() -> dict[tuple[str, ...], list[str]]:
     """The types of each row of the table, by its other cells."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for plan in configs():
+    for plan in every():
         plan.check()
         row = cells(plan)
         found.setdefault(row[:DTYPE] + row[DTYPE + 1 :], []).append(row[DTYPE])
@@ -155,5 +191,6 @@ def _rows() -> dict[tuple[str, ...], list[str]]:
 
 NOTE = (
     f"Any other pair of multiples of {STEP} takes the smallest of these tiles that holds both. "
-    "Lengths, batch, strides, heads and any integer number of query heads per key head are free."
+    "Lengths, batch, strides, heads and any integer number of query heads per key head are free; "
+    "heads that share a key head may share tiles (`Schedule.pack`), as some examples here do."
 )

@@ -295,7 +295,8 @@ def shipped() -> dict[str, Kernel]:
     gemms += [sm100(bf16, 128, 128, stages) for stages in (1, 2, 3, 4, 6)]
     gemms += [sm100(fp16, 128, 256, 2), sm100(bf16, 256, 128, 2)]
     gemms += [sm100(bf16, 128, 48, 2, cluster=(2, 1)), sm100(bf16, 128, 128, 2, cluster=(1, 2))]
-    kernels = [*(plan.kernel for plan in configs.configs()), *gemms]
+    forwards = [plan.kernel for plan in configs.every()]
+    kernels = [*forwards, *gemms]
     return {label(kernel): kernel for kernel in kernels}
 
 

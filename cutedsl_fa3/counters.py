@@ -19,10 +19,11 @@ _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _spare: dict[int, list[torch.Tensor]] = {}
 _blocks: list[torch.Tensor] = []  # graphs point into them, and say nothing of it
 
-# The address of a device's current stream, which `torch.cuda.current_stream` wraps; a torch without
-# CUDA has none.
+# What `torch.cuda.current_stream` and `is_current_stream_capturing` wrap: the address of a device's
+# current stream, and whether a graph captures that of the current device. A torch without CUDA has
+# neither.
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-capturing = torch.cuda.is_current_stream_capturing
+capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 def counter(index: int) -> torch.Tensor:
@@ -34,6 +35,14 @@ def counter(index: int) -> torch.Tensor:
         return _for_a_graph(index)
     found = _of_streams.get((index, current_stream(index)))
     return _of_a_stream(index) if found is None else found
+
+
+def under_capture(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the current stream of a device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return capturing()
 
 
 def _of_a_stream(index: int) -> torch.Tensor:

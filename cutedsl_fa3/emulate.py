@@ -8,7 +8,7 @@ kernel is the order of the sums inside a product and the last bits of the expone
 
 Tiles of queries are independent of each other and are worked on side by side:
 
-    cell     one tile of queries of one head and batch entry; a CTA of the kernel
+    cell     one tile of queries of one head, or pack of heads, and batch entry; a CTA of the kernel
     entry    2 * n_block + masked: a visited key tile and whether it needs the element mask
     visits   the entries of each cell in order, then -1
 
@@ -44,8 +44,8 @@ class Emulated(NamedTuple):
     """What one call computes.
 
     Shape: out (batch, seqlen_q, heads, head_dim_v) in the input type; lse (batch, heads, seqlen_q)
-    fp32, natural, None where the variant has none; visits (batch, heads, m_blocks, n_blocks + 1)
-    int32, the entries of each tile of queries in order, then -1.
+    fp32, natural, None where the variant has none; visits (batch, heads / pack, m_blocks,
+    n_blocks + 1) int32, the entries of each tile of queries in order, then -1.
     """
 
     out: torch.Tensor
@@ -93,7 +93,7 @@ def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     for cells in _batches(call, visits):
         o, l = cells.result()
         inside = cells.queries < call.seqlen_q
-        b, h = (torch.broadcast_to(x[:, None], inside.shape)[inside] for x in (cells.b, cells.h))
+        b, h = (x.expand(inside.shape)[inside] for x in (cells.b[:, None], cells.heads))
         rows = cells.queries[inside]
         out[b, rows, h] = o[inside].to(q.dtype)
         if lse is not None:
@@ -131,7 +131,7 @@ class _Call:
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a score tile that some tile needs: a short sequence fills less."""
         s = self.plan.schedule
-        return min(s.tile_m, self.seqlen_q), min(s.tile_n, self.seqlen_k)
+        return min(s.tile_m, self.seqlen_q * s.pack), min(s.tile_n, self.seqlen_k)
 
     @cached_property
     def scale_log2(self) -> torch.Tensor:
@@ -153,8 +153,8 @@ class _Call:
 def _visits(call: _Call) -> torch.Tensor:
     """The entries of every cell."""
     variant, s = call.plan.variant, call.plan.schedule
-    sizes = call.q.shape[0], call.q.shape[2], call.seqlen_q, call.seqlen_k
-    return all_visits(variant.mask, variant.captures, *sizes, s.tile_m, s.tile_n).contiguous()
+    sizes = call.q.shape[0], call.q.shape[2] // s.pack, call.seqlen_q, call.seqlen_k
+    return all_visits(variant.mask, variant.captures, *sizes, s.queries, s.tile_n).contiguous()
 
 
 def _batches(call: _Call, visits: torch.Tensor) -> Iterator[_Cells]:
@@ -171,7 +171,7 @@ def _batches(call: _Call, visits: torch.Tensor) -> Iterator[_Cells]:
 
 @dataclass(frozen=True)
 class _Cells:
-    """Cells worked on side by side: their batch entries, heads and tiles of queries.
+    """Cells worked on side by side: their batch entries, packs of heads and tiles of queries.
 
     Shape: b, h, m_block (cells,); entries (cells, n_blocks + 1).
     """
@@ -184,19 +184,25 @@ class _Cells:
 
     @cached_property
     def queries(self) -> torch.Tensor:
-        """Indices of the rows: (cells, rows)."""
-        rows, _ = self.call.tile
-        return self.m_block[:, None] * self.call.plan.schedule.tile_m + self.call.count(rows)
+        """Positions of the rows: (cells, rows)."""
+        (rows, _), s = self.call.tile, self.call.plan.schedule
+        return self.m_block[:, None] * s.queries + self.call.count(rows) // s.pack
+
+    @cached_property
+    def heads(self) -> torch.Tensor:
+        """Heads of the rows: (cells, rows), or (cells, 1) where they are of one."""
+        (rows, _), pack = self.call.tile, self.call.plan.schedule.pack
+        return self.h[:, None] * pack + self.call.count(rows if pack > 1 else 1) % pack
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """O (cells, rows, head_dim_v) in fp32 and LSE (cells, rows)."""
         call, variant = self.call, self.call.plan.variant
         shape = *self.queries.shape, call.v.shape[3]
-        q = _tiles(call.q, self.b, self.queries, self.h)
+        q = _tiles(call.q, self.b, self.queries, self.heads)
         softmax = _softmax_of(call.plan)(shape, call)
         for j in range(int((self.entries >= 0).sum(-1).amax())):
             self.step(q, softmax, self.entries[:, j])
-        o, lse = softmax.finish(self.h)
+        o, lse = softmax.finish(self.heads)
         if variant.epilogue is None:
             return o, lse
         inputs = {"o": o, **self.positions(slice(None))}
@@ -208,7 +214,7 @@ class _Cells:
         """The inputs of a graph on some cells, without keys, scores and outputs."""
         return {
             "b": self.b[some, None, None],
-            "h": self.h[some, None, None],
+            "h": self.heads[some, :, None],
             "q": self.queries[some, :, None],
             "seqlen_q": self.call.seqlen_q,
             "seqlen_k": self.call.seqlen_k,
@@ -219,10 +225,11 @@ class _Cells:
         call, variant = self.call, self.call.plan.variant
         entries = entries[: int((entries >= 0).sum())].long()
         some = slice(len(entries))
-        group = call.q.shape[2] // call.k.shape[2]
+        group = call.q.shape[2] // call.k.shape[2] // call.plan.schedule.pack
+        kv_heads = self.h[some, None] // group
         columns = call.count(call.tile[1])
         keys = (entries >> 1)[:, None] * call.plan.schedule.tile_n + columns
-        k, v = (_tiles(t, self.b[some], keys, self.h[some] // group) for t in (call.k, call.v))
+        k, v = (_tiles(t, self.b[some], keys, kv_heads) for t in (call.k, call.v))
         values = torch.bmm(q[some], k.mT)
         at = {"k": keys[:, None], **self.positions(some)}
         if variant.score is not None or variant.weight is not None:
@@ -296,7 +303,7 @@ class _Online:
         return torch.nan_to_num(v, nan=0.0, posinf=0.0, neginf=0.0)
 
     def finish(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """O (cells, rows, head_dim_v) and LSE (cells, rows) of cells of heads `h`."""
+        """O (cells, rows, head_dim_v) and LSE (cells, rows) of rows of heads `h`."""
         total, origin = self.row_sum, self.row_max * self.call.scale_log2
         empty, factor, value = total == 0, 1 / total, origin + torch.log2(total)
         natural, size = self.row_max * self.call.scale_natural, origin.abs()
@@ -388,11 +395,11 @@ def _may_hold_others(v: torch.Tensor) -> bool:
 
 
 def _sink(variant: Variant, h: torch.Tensor) -> torch.Tensor | None:
-    """The sinks of heads `h`, natural: (cells, 1)."""
+    """The sinks of heads `h` (cells, rows or 1), natural: as `h`, or () for all."""
     if variant.sink is None:
         return None
     sink = variant.captures[variant.sink].float()
-    return sink[h][:, None] if sink.ndim else sink
+    return sink[h] if sink.ndim else sink
 
 
 def _largest(scores: torch.Tensor) -> torch.Tensor:
@@ -411,9 +418,9 @@ def _exp2(exponents: torch.Tensor) -> torch.Tensor:
 def _tiles(t: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """Rows of a tensor (batch, seqlen, heads, dim) in fp32, zero past the end of the sequence.
 
-    Shape: b, h (cells,), rows (cells, rows) -> (cells, rows, dim).
+    Shape: b (cells,), rows (cells, rows), h (cells, rows or 1) -> (cells, rows, dim).
     """
     last = t.shape[1] - 1
-    found = t[b[:, None], rows.clamp(max=last), h[:, None]].float()
+    found = t[b[:, None], rows.clamp(max=last), h].float()
     beyond = rows > last
     return found.masked_fill_(beyond[..., None], 0.0) if beyond.any() else found

@@ -72,6 +72,7 @@ WITHOUT_CODE = frozenset(
         "sampled.py",
         "sass.py",
         "schedules.py",
+        "seen.py",
         "scores.py",
         "shadow.py",
         "smem_pictures.py",

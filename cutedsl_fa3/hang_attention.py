@@ -34,7 +34,7 @@ def watched(
     seconds = hang.checked_seconds("seconds", seconds)
     check_tensors(q, k, v, variant)
     check_device(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     if calls.emulated(q.device):
         raise Unsupported(f"q is on {q.device}: a kernel is watched, so a CUDA device is needed")
     plan = plan_for(q, k, v, variant, schedule)

@@ -13,10 +13,11 @@ from collections.abc import Collection
 
 import torch
 
-from .errors import Unsupported
+from .errors import LayoutError, Unsupported
 from .layouts import Diagnosis, Tile, explain, refusal
-from .pipelines import MAX_GRID, Schedule
+from .pipelines import MAX_GRID, Schedule, ScheduleError
 from .problem import DTYPES, Problem
+from .schedules import largest_pack
 from .variant import Ref, Variant
 from .variant.graph import CAPTURE_DTYPES, DType
 from .variant.solve import LARGEST
@@ -25,6 +26,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNED = 16  # bytes; source: cuTensorMapEncodeTiled, addresses and strides
 FARTHEST = 2**40  # bytes; source: the same, strides
 
+LARGEST_ROW = 2**31 - 1  # rows of a head, or of several in a tile, are numbered in 32 bits
 SMALLEST_SCALE = 1e-30  # scale 0 means this: -inf times it stays -inf, where 0 would give NaN
 LARGEST_SCALE = 2e38  # scale * log2(e) is finite in fp32
 
@@ -109,15 +111,22 @@ def _check_dense(name: str, t: torch.Tensor) -> None:
         )
 
 
-def check_schedule(schedule: Schedule | None) -> None:
-    """That a schedule is one, or None.
+def check_schedule(schedule: Schedule | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    """That a schedule is one, or None, and puts only heads into a tile that share a key head.
 
-    Raises: Unsupported.
+    Raises: Unsupported, ScheduleError.
     """
     if not isinstance(schedule, Schedule | None):
         raise Unsupported(
             f"schedule = {type(schedule).__name__}: a cutedsl_fa3.Schedule is needed, or None for "
             "the measured one"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if schedule is not None and kv_heads and heads // kv_heads % schedule.pack:
+        raise ScheduleError(
+            f"schedule.pack = {schedule.pack}: q has {heads} heads and k {kv_heads}, and tiles are "
+            f"of heads that share a key head, so pack must divide {heads // kv_heads}; use "
+            f"pack={largest_pack(heads, kv_heads)}"
         )
 
 
@@ -241,14 +250,20 @@ def _check_memory(name: str, t: torch.Tensor) -> None:
         )
 
 
-def check_grid(q: torch.Tensor, tile_m: int) -> None:
-    """That the tiles of queries can be numbered.
+def check_grid(q: torch.Tensor, schedule: Schedule) -> None:
+    """That the tiles of queries, and the rows of a head's, can be numbered.
 
     Raises: Unsupported.
     """
-    tiles = -(-q.shape[1] // tile_m) * q.shape[2] * q.shape[0]
+    tile_m, m_blocks = schedule.tile_m, -(-q.shape[1] // schedule.queries)
+    tiles = m_blocks * (q.shape[2] // schedule.pack) * q.shape[0]
     if tiles > MAX_GRID:
         raise Unsupported(f"q has {tiles} tiles of {tile_m} rows in all heads: at most {MAX_GRID}")
+    if m_blocks * tile_m > LARGEST_ROW:
+        raise Unsupported(
+            f"q has {m_blocks * tile_m} rows in tiles of {schedule.pack} heads: at most "
+            f"{LARGEST_ROW}; use pack=1"
+        )
 
 
 def addressable(name: str, t: torch.Tensor) -> torch.Tensor:
@@ -274,6 +289,19 @@ def addressable(name: str, t: torch.Tensor) -> torch.Tensor:
     return t if strides == given else t.as_strided(t.shape, (*strides, 1))
 
 
+def check_addresses(captures: tuple[torch.Tensor, ...]) -> None:
+    """That no element of a captured tensor lies across its natural alignment: a GPU would fault.
+
+    Raises: LayoutError.
+    """
+    for number, t in enumerate(captures):
+        if t.data_ptr() % t.element_size():
+            raise LayoutError(
+                f"captured tensor t{number} of {t.dtype} begins at address {t.data_ptr():#x}: a "
+                f"multiple of {t.element_size()} is needed; copy it with .clone()"
+            )
+
+
 def _refuse_address(name: str, t: torch.Tensor, strides: list[int]) -> None:
     """Say which rule of a tensor map this tensor breaks; the caller has seen that it breaks one.
 
@@ -297,8 +325,10 @@ def _diagnosis(name: str, t: torch.Tensor) -> Diagnosis:
     return explain(t, Tile(64, 64, element), name=name)
 
 
-def launchable(t: torch.Tensor) -> torch.Tensor:
-    """A captured tensor as the kernel takes it: at least one dimension, bools as bytes."""
-    if t.dtype == torch.bool:
-        t = t.view(torch.uint8)
-    return t.view(1) if t.dim() == 0 else t
+def as_numbers(captures: tuple[torch.Tensor, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """Captured tensors as a kernel takes them: None, or of each address, sizes and strides.
+
+    Strides count elements; a scalar is a vector of one.
+    """
+    given = ((t.data_ptr(), *(t.shape or (1,)), *(t.stride() or (1,))) for t in captures)
+    return tuple(given) or None

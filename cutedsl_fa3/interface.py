@@ -7,7 +7,6 @@ cannot be served is refused before any launch, naming the argument, its value an
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 
 import torch
@@ -22,17 +21,17 @@ from .inputs import check_schedule, check_tensors, checked_scale
 from .ledger.launch import Sizes
 from .pipelines import Schedule
 from .plans import Plan
+from .seen import Known, Seen, signature
 from .variant import Variant
 
 __all__ = ["SlowKernel", "attention", "attention_with_lse", "checked_scale", "plan", "visits"]
 
 PLAIN = Variant()
-MOST_SIGNATURES = 1024  # of one variant that are kept; lengths that grow one by one are as many
 # A variant that was not called yet, or an argument that `prepare` refuses by its name.
 NEW = (AttributeError, KeyError, RuntimeError, TypeError)
 MISMATCH = (TypeError, ValueError)  # what a kernel raises for tensors that it does not take
 
-_calls: weakref.WeakKeyDictionary[Variant, dict[tuple, Call]] = weakref.WeakKeyDictionary()
+_calls: dict[int, Known] = {}  # by the variant's id, which is its own as long as it lives
 
 
 def plan(
@@ -50,7 +49,7 @@ def plan(
     """
     variant = PLAIN if variant is None else variant
     check_tensors(q, k, v, variant)
-    check_schedule(schedule)
+    check_schedule(schedule, q, k)
     made = plan_for(q, k, v, variant, schedule)
     made.check()
     return replace(made, sizes=Sizes(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
@@ -80,7 +79,7 @@ def attention(
     Raises: Unsupported, LayoutError, ScheduleError, VariantError before any launch.
     """
     variant = PLAIN if variant is None else variant
-    return _call(q, k, v, variant, scale, schedule, deterministic)[0]
+    return _call(q, k, v, variant, scale, schedule, deterministic, False)[0]
 
 
 def attention_with_lse(
@@ -103,7 +102,7 @@ def attention_with_lse(
             "attention_with_lse: weights by Elementwise have no log-sum-exp, since nothing is "
             "normalised; use attention"
         )
-    return _call(q, k, v, variant, scale, schedule, deterministic)
+    return _call(q, k, v, variant, scale, schedule, deterministic, True)
 
 
 def visits(
@@ -117,7 +116,8 @@ def visits(
     """The key tiles that each tile of queries visits, in order, as a debug build notes them.
 
     Shape: as for `attention` -> int32 (batch, heads, m_blocks, n_blocks + 1): 2 * n_block, plus 1
-        where the tile needs the element mask, then -1.
+        where the tile needs the element mask, then -1. Heads that share tiles (`Schedule.pack`)
+        count as one.
     Raises: as `attention`.
     """
     return visited(q, k, v, PLAIN if variant is None else variant, schedule)
@@ -130,100 +130,67 @@ def _call(
     variant: Variant,
     scale: float | None,
     schedule: Schedule | None,
-    deterministic: bool = False,
+    deterministic: bool,
+    reads_lse: bool,
 ) -> Result:
-    """Check, or find that this kind of call was checked before, and run it.
-
-    A kind is described by as little as will do, since this is most of what a call costs in Python.
-    """
+    """Find that such a call was checked before, and run it; else check it."""
     if is_dynamo_compiling():
         return operators.traced(q, k, v, variant, (scale, schedule, deterministic))
+    seen = _seen_before(q, k, v, variant, schedule)
+    if seen is not None:
+        call = seen.call
+        try:
+            natural = call.scale if scale is None else checked_scale(scale, 0)
+            return call.run(q, k, v, seen.numbers, natural, reads_lse)
+        except MISMATCH:
+            pass  # nothing was launched: a kernel checks layouts and addresses of q, k and v first
     if type(q) is FakeTensor:
         return operators.faked(q, k, v, variant, (scale, schedule, deterministic))
-    graded = forward_ad._current_level >= 0 or (  # tangents come without requires_grad
-        torch.is_grad_enabled() and _requires_grad(q, k, v, variant)
-    )
-    if not graded:
-        call = None
-        try:
-            call = _calls[variant].get(_kind(q, k, v, variant.captures, schedule))
-        except NEW:
-            pass
-        if call is not None:
-            try:
-                return call(q, k, v, variant, _scaled(call, scale))
-            except MISMATCH:
-                pass  # nothing was launched: a kernel checks types, strides and addresses first
     q, k, v = operators.autocast(q, k, v)
     if not isinstance(deterministic, bool):
         raise Unsupported(f"deterministic = {deterministic!r}: supported are True and False")
     call = _exactly(q, k, v, variant, schedule)
-    scale = _scaled(call, scale)
-    if graded:
-        return operators.attend(call, q, k, v, variant, (scale, schedule, deterministic))
-    return call(q, k, v, variant, scale)
+    natural = call.scale if scale is None else checked_scale(scale, 0)
+    if _graded(q, k, v, variant):
+        return operators.attend(call, q, k, v, variant, (natural, schedule, deterministic))
+    return call(q, k, v, variant, natural)
 
 
-def _requires_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> bool:
-    try:
-        if q.requires_grad or k.requires_grad or v.requires_grad:
-            return True
-        captures = variant.captures
-        return bool(captures) and True in [t.requires_grad for t in captures]
-    except AttributeError:
-        return False  # an argument that `prepare` refuses by its name
-
-
-def _scaled(call: Call | shadow.Shadowed, scale: float | None) -> float:
-    return call.scale if scale is None else checked_scale(scale, 0)
-
-
-def _kind(
+def _seen_before(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    captures: tuple[torch.Tensor, ...],
+    variant: Variant,
     schedule: Schedule | None,
-) -> tuple | None:
-    """What the checks depend on, but for what a kernel checks when it is launched.
+) -> Seen | None:
+    """What was checked before for a call like this one, unless a derivative may be asked for.
 
-    None where it would not: memory that is not there, signs that torch flips (none in bf16).
+    Here is most of what a call costs in Python, so nothing is described: what was seen is asked
+    whether it still holds. Strides and addresses of q, k and v are not asked for: a launch refuses
+    those that it cannot take.
     """
-    dtype = q.dtype
-    if not (q.data_ptr() and k.data_ptr() and v.data_ptr()):
-        return None
-    if dtype is torch.float16 and (q.is_neg() or k.is_neg() or v.is_neg()):
-        return None
-    devices = q.get_device(), k.get_device(), v.get_device()
-    if not captures:
-        return q.shape, k.shape, v.shape, dtype, devices, schedule
-    about = []
-    for t in captures:
-        if not t.data_ptr() or t.is_neg():
-            return None
-        about += t.shape, t.get_device()
-    return q.shape, k.shape, v.shape, dtype, devices, schedule, *about
+    try:
+        captures = variant.captures
+        for seen in _calls[id(variant)].recent:
+            if (
+                seen.alike(q, k, v, *captures)
+                and (q.data_ptr() and k.data_ptr() and v.data_ptr())  # else there is no memory
+                and (not captures or seen.lie_there(captures))
+                and (schedule is seen.schedule or schedule == seen.schedule)
+            ):
+                dual = forward_ad._current_level >= 0  # tangents come without requires_grad
+                graded = dual or (seen.requires_grad and torch.is_grad_enabled())
+                return None if graded else seen
+    except NEW:
+        pass
+    return None
 
 
-def _signature(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    captures: tuple[torch.Tensor, ...],
-    schedule: Schedule | None,
-) -> tuple:
-    """Whatever the checks and the choice of a kernel depend on."""
-    tensors = (q, k, v, *captures)
-    return (
-        *((t.shape, t.stride(), t.dtype, t.device, _alignment(t), t.is_neg()) for t in tensors),
-        schedule,
-    )
-
-
-def _alignment(t: torch.Tensor) -> int:
-    """What an address is beyond a multiple of 16 bytes; -1 for a tensor without memory."""
-    address = t.data_ptr()
-    return address & 15 if address else -1
+def _graded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> bool:
+    """Whether a derivative may be asked for; of checked tensors."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *variant.captures))
 
 
 def _exactly(
@@ -234,22 +201,25 @@ def _exactly(
     schedule: Schedule | None,
 ) -> Call | shadow.Shadowed:
     """The call for tensors just like these, kept for the next time unless it is to be compared."""
-    signature = None
+    known = exact = seen = None
+    given = (q, k, v)
     try:
-        signature = _signature(q, k, v, variant.captures, schedule)
-        call = _calls[variant].get(signature)
+        exact = signature(given, variant.captures, schedule)
+        known = _calls[id(variant)]
+        seen = known.exact.get(exact)
     except NEW:
-        call = None
-    if call is None:
+        pass
+    if seen is None:
         call = prepare(q, k, v, variant, schedule)
         if (compared := shadow.first(call, q, k, v, variant, schedule)) is not call:
             return compared
-        known = _calls.setdefault(variant, {})
-        if len(known) + 2 > MOST_SIGNATURES:
-            known.clear()
-        if signature is not None:
-            known[signature] = call
-            kind = _kind(q, k, v, variant.captures, schedule)
-            if kind is not None and call.checks_layouts:
-                known[kind] = call
+    else:
+        call = seen.call
+    if exact is not None:
+        captures = variant.captures
+        if seen is None or not (seen.alike(*given, *captures) and seen.lie_there(captures)):
+            seen = Seen(call, given, captures, schedule)
+        if known is None:
+            known = _calls.setdefault(id(variant), Known(variant, _calls))
+        known.keep(exact, seen)
     return call

@@ -73,13 +73,13 @@ class Plan:
 
     def table_shape(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple | None:
         """Shape of the table that summarises captured vectors by block; None if none is needed."""
-        tile = (self.schedule.tile_m, self.schedule.tile_n)
+        tile = (self.schedule.queries, self.schedule.tile_n)
         return table_shape(self.variant.mask, batch, heads, seqlen_q, seqlen_k, *tile)
 
     def visits_shape(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple:
-        """Shape of a visit trace: (batch, heads, m_blocks, n_blocks + 1)."""
+        """Shape of a visit trace: (batch, heads / pack, m_blocks, n_blocks + 1)."""
         s = self.schedule
-        return batch, heads, -(-seqlen_q // s.tile_m), -(-seqlen_k // s.tile_n) + 1
+        return batch, heads // s.pack, -(-seqlen_q // s.queries), -(-seqlen_k // s.tile_n) + 1
 
     @property
     def kernel(self) -> ForwardSm90:

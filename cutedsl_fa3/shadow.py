@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .counters import under_capture
+
 if TYPE_CHECKING:
     from .calls import Call, Result
     from .pipelines import Schedule
@@ -139,7 +141,7 @@ class Shadowed:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, scale: float
     ) -> Result:
-        if _capturing(q.device):
+        if under_capture(q.device):
             warnings.warn(
                 "shadow check: a CUDA graph is being captured, so this result is not compared; "
                 "call once before the capture",
@@ -180,13 +182,6 @@ class Shadowed:
             folder,
             f"a kernel's result is not what the reference gives: {mismatch}. {where}",
         )
-
-
-def _capturing(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

@@ -40,10 +40,11 @@ from .errors import Unsupported
 from .inputs import check_device, check_schedule, check_tensors, checked_scale, without_scores
 from .interface import PLAIN, attention, attention_with_lse
 from .named import named
-from .pipelines import Overlap, Schedule
+from .pipelines import PACKS, Overlap, Schedule
 from .plans import Plan
 from .problem import Problem
 from .record import ScheduleRow
+from .schedules import schedule_for
 from .variant import Variant
 from .variant.evaluate import evaluate
 
@@ -57,9 +58,11 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "consumers": (1, 2, 3),
     "head_group": (1, 2, 4, 8, 16),
     "persistent": (False, True),
+    "residents": (1, 2, 3, 4),
     "store": ("tma", "direct"),
     "early": (0, 2, 4, 6, 8),
     "lazy": (False, True),
+    "pack": PACKS,
 }
 # 64 rows for each consumer warpgroup; the forward has no clusters.
 NOT_TRIED = ("tile_m", "cluster")
@@ -161,11 +164,14 @@ def tune(
     _check(q, k, v, variant, passes)
     q, k, v = (t.detach() for t in (q, k, v))
     problem = Problem(tuned.NAMES[q.dtype], q.shape[3], v.shape[3])
-    default = Plan.default(variant, problem).schedule
-    given = None if schedules is None else _given(variant, problem, default, schedules)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    default = schedule_for(variant, problem, (q.shape[1], k.shape[1]), heads, kv_heads)
+    given = None if schedules is None else _given((q, k), variant, problem, default, schedules)
 
     def look(best: Schedule) -> Mapping[str, Schedule | str]:
-        return around(variant, problem, best) if given is None else given
+        if given is not None:
+            return given
+        return around(variant, problem, best, default, heads // kv_heads)
 
     with torch.no_grad(), _bar(progress) as bar:
         trial = Trial(q, k, v, variant, default)
@@ -209,7 +215,11 @@ def _check(
 
 
 def _given(
-    variant: Variant, problem: Problem, default: Schedule, schedules: Iterable[Schedule]
+    q_and_k: tuple[torch.Tensor, torch.Tensor],
+    variant: Variant,
+    problem: Problem,
+    default: Schedule,
+    schedules: Iterable[Schedule],
 ) -> dict[str, Schedule]:
     """The candidates of a caller, by what is different from the default.
 
@@ -217,7 +227,7 @@ def _given(
     """
     found = {}
     for each in schedules:
-        check_schedule(each)
+        check_schedule(each, *q_and_k)
         Plan(variant, problem, each).check()
         found[_change(default, each)] = each
     return found
@@ -374,15 +384,24 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.where(same, 0.0, apart)
 
 
-def around(variant: Variant, problem: Problem, base: Schedule) -> dict[str, Schedule | str]:
+def around(
+    variant: Variant,
+    problem: Problem,
+    base: Schedule,
+    default: Schedule | None = None,
+    group: int = 1,
+) -> dict[str, Schedule | str]:
     """`base`, then what differs from it in one field: a schedule, or why there is none.
 
-    The key says what is different from the default schedule of this problem.
+    The key says what is different from the default schedule, without one that of this problem.
+    `group` query heads share a key head: tiles are of as many as divide it.
     """
-    default = Plan.default(variant, problem).schedule
+    default = Plan.default(variant, problem).schedule if default is None else default
     found: dict[str, Schedule | str] = {_change(default, base): base}
     for field, values in VALUES.items():
         for value in values:
+            if field == "pack" and group % value:
+                continue
             wanted = asdict(base) | {field: value}
             if field == "consumers":
                 wanted["tile_m"] = 64 * value
@@ -403,8 +422,10 @@ def around(variant: Variant, problem: Problem, base: Schedule) -> dict[str, Sche
 def candidates(case: Case) -> list[Schedule]:
     """The default schedule, then every legal one that differs from it in one field of `VALUES`."""
     variant, problem = named(case.variant, case.lengths()).variant, Problem(*case.problem)
-    default = Plan.default(variant, problem).schedule
-    return [one for one in around(variant, problem, default).values() if isinstance(one, Schedule)]
+    seqlens = case.seqlen_q, case.seqlen_k
+    default = schedule_for(variant, problem, seqlens, case.heads, case.kv_heads)
+    found = around(variant, problem, default, default, case.heads // case.kv_heads)
+    return [one for one in found.values() if isinstance(one, Schedule)]
 
 
 def visible_pairs(variant: Variant, q: torch.Tensor, k: torch.Tensor) -> int:

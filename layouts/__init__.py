@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .errors import LayoutError
 from .host import host_cute
-from .smem import SMEM_CAPACITY, Buffer, SmemPlan
+from .smem import SMEM_CAPACITY, Buffer, SmemPlan, capacity_of_each
 from .swizzle import NONE, SW32, SW64, SW128, Swizzle, bank, bank_conflicts, picture, widest
 from .tma import TensorMap
 from .tma_rules import Rule
@@ -57,6 +57,7 @@ __all__ = [
     "Traffic",
     "bank",
     "bank_conflicts",
+    "capacity_of_each",
     "copy_engine",
     "encoded",
     "explain",

@@ -14,6 +14,12 @@ SMEM_CAPACITY = 227 * 1024
 # Shared memory of a multiprocessor, a KB of which is the system's. Source: ibid.
 SMEM_OF_ALL_BLOCKS = 228 * 1024
 
+
+def capacity_of_each(residents: int) -> int:
+    """Shared memory that each of so many blocks of a multiprocessor can ask for."""
+    return SMEM_OF_ALL_BLOCKS // residents - (SMEM_OF_ALL_BLOCKS - SMEM_CAPACITY)
+
+
 _BAR_WIDTH = 40
 
 

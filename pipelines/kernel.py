@@ -32,7 +32,16 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineAsync, pipeline_init_arrive, pipeline_init_wait
 from cutlass.pipeline.sm90 import ImmutableResourceHandle
 
-from cutedsl_fa3.layouts import Accumulator, Buffer, Columns, SmemPlan, Tile, TmemPlan, tcgen05
+from cutedsl_fa3.layouts import (
+    Accumulator,
+    Buffer,
+    Columns,
+    SmemPlan,
+    Tile,
+    TmemPlan,
+    capacity_of_each,
+    tcgen05,
+)
 
 from .barriers import Barriers
 from .expect import Expect, exactly
@@ -63,6 +72,7 @@ class WarpSpecialized:
     accumulators: Mapping[str, Accumulator] = {}
     aliases: Mapping[str, str] = {}
     cluster: tuple[int, int] = (1, 1)
+    residents: int = 1  # CTAs of a multiprocessor at a time
 
     @property
     def threads(self) -> int:
@@ -80,7 +90,7 @@ class WarpSpecialized:
         buffers.append(Buffer("mbarriers", mbarriers, align=BARRIER_BYTES))
         if self.accumulators:
             buffers.append(Buffer("tmem address", TMEM_ADDRESS_BYTES, align=TMEM_ADDRESS_BYTES))
-        return SmemPlan(tuple(buffers))
+        return SmemPlan(tuple(buffers), capacity_of_each(self.residents))
 
     @property
     def tmem(self) -> TmemPlan:
@@ -134,7 +144,7 @@ class WarpSpecialized:
         for role in self.roles:
             if not callable(getattr(self, role, None)):
                 raise ScheduleError(f"role {role!r} has no method {role}()")
-        check_registers(self.roles)
+        check_registers(self.roles, residents=self.residents)
         for name, barrier in self.barriers.table.items():
             if barrier.threads > self.threads:
                 raise ScheduleError(
@@ -180,7 +190,7 @@ class WarpSpecialized:
         shared = {name: count for name, count in copies.items() if self.parts(name) > 1}
         inits = {name: 2 * ring.stages for name, ring in self.rings.items()}
         written = {name: tile.copies for name, tile in stores.items()}
-        granted = launch_registers(self.threads)
+        granted = launch_registers(self.threads, self.residents)
         budgets = {n: r.registers for n, r in self.roles.items() if r.registers is not None}
         fewer = {name: 1 for name, registers in budgets.items() if registers < granted}
         more = {name: 1 for name in budgets if name not in fewer}
@@ -215,14 +225,19 @@ class WarpSpecialized:
     # Traced from here on.
 
     def launch(self, io: object, grid: tuple, stream: object) -> None:
-        """Launch the kernel, from the host function: one CTA a multiprocessor, in its clusters.
+        """Launch the kernel, from the host function: `residents` CTAs a multiprocessor.
 
         Without that promise the compiler does not know the launch's registers and drops every
         setmaxnreg.
         """
         cluster = {"cluster": (*self.cluster, 1)} if self.cluster != (1, 1) else {}
         self.staged(io).launch(
-            grid=grid, block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream, **cluster
+            grid=grid,
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.residents,
+            preferred_smem_carveout=100 if self.residents > 1 else None,
+            stream=stream,
+            **cluster,
         )
 
     def staged(self, io: object) -> object:
@@ -367,7 +382,7 @@ class WarpSpecialized:
         """Send every warp to the method of its role, with the role's registers."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
-        granted = launch_registers(self.threads)
+        granted = launch_registers(self.threads, self.residents)
         for name, first in first_warps(self.roles).items():
             role = self.roles[name]
             if warp >= first and warp < first + role.warps:

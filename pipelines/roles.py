@@ -82,9 +82,9 @@ class Role:
         return self.warps // WARPS_PER_GROUP
 
 
-def launch_registers(threads: int) -> int:
-    """Registers per thread that a launch of one CTA per SM can grant: whole steps of 8."""
-    return min(MAX_PER_THREAD, REGISTER_FILE // threads // 8 * 8)
+def launch_registers(threads: int, residents: int = 1) -> int:
+    """Registers per thread that a launch of `residents` CTAs per SM can grant: steps of 8."""
+    return min(MAX_PER_THREAD, REGISTER_FILE // (threads * residents) // 8 * 8)
 
 
 def threads(roles: Mapping[str, Role]) -> int:
@@ -106,10 +106,13 @@ def registers_asked(roles: Mapping[str, Role], granted: int) -> int:
     return sum(role.threads * (role.registers or granted) for role in roles.values())
 
 
-def check_registers(roles: Mapping[str, Role], launched: int | None = None) -> None:
+def check_registers(
+    roles: Mapping[str, Role], launched: int | None = None, residents: int = 1
+) -> None:
     """Refuse budgets whose sum exceeds what the launch grants.
 
-    `launched`: registers per thread of the compiled kernel; default: the most a launch can grant.
+    `launched`: registers per thread of the compiled kernel; default: the most a launch of
+    `residents` CTAs per SM can grant.
 
     Raises:
         ScheduleError: with both sums, by role; or a role with a budget that shares a warpgroup.
@@ -117,7 +120,7 @@ def check_registers(roles: Mapping[str, Role], launched: int | None = None) -> N
     count = threads(roles)
     if count > 1024:
         raise ScheduleError(f"roles: {count} threads; a CTA has at most 1024")
-    granted = launch_registers(count) if launched is None else launched
+    granted = launch_registers(count, residents) if launched is None else launched
     for name, first in first_warps(roles).items():
         if roles[name].registers is not None and first % WARPS_PER_GROUP:
             raise ScheduleError(

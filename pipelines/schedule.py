@@ -8,6 +8,8 @@ from typing import ClassVar, Literal, get_args
 Overlap = Literal["none", "pingpong", "intra", "both"]
 Store = Literal["tma", "direct"]
 
+PACKS = (1, 2, 4, 8, 16, 32, 64)  # the 64 rows of a consumer warpgroup are whole queries then
+
 # Keeps TileOrder's products in 32 bits: 2^31 rows are 2^25 tiles of 64, times 32 heads.
 MAX_HEAD_GROUP = 32
 
@@ -21,6 +23,11 @@ def is_whole(value: object) -> bool:
     return type(value) is int
 
 
+NUMBERS = (
+    "tile_m", "tile_n", "stages", "consumers", "head_group", "early", "residents", "pack"
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Tile sizes, ring depth, consumer warpgroups and overlap.
@@ -29,11 +36,14 @@ class Schedule:
     "pingpong" lets consumer warpgroups take turns on the tensor cores, "both" does both.
     `cluster`: CTAs along (m, n) that share multicast loads. `head_group`: heads whose tiles are
     interleaved so that their K and V stay in L2 (1: head after head). `persistent`: a CTA a
-    multiprocessor, which draws tile after tile, instead of a CTA a tile. `store`: the output goes
-    by "tma" through shared memory, or "direct" from registers, and needs no shared memory then.
-    `early`: with "intra" or "both", how many eighths of a tile's exponentials are computed before
-    the wait for the product with V that runs meanwhile; 0 leaves it to the compiler. `lazy`: O is
-    rescaled only when a row's maximum has grown by more than 8 in base 2.
+    multiprocessor, which draws tile after tile, instead of a CTA a tile. `residents`: CTAs that a
+    multiprocessor has at a time; where they are more than one the roles share registers evenly.
+    `store`: the output goes by "tma" through shared memory, or "direct" from registers, and needs
+    no shared memory then. `early`: with "intra" or "both", how many eighths of a tile's
+    exponentials are computed before the wait for the product with V that runs meanwhile; 0 leaves
+    it to the compiler. `lazy`: O is rescaled only when a row's maximum has grown by more than 8 in
+    base 2. `pack`: query heads of one key head that share a tile, row by row (row = query * pack +
+    head), so that few queries fill it too; a tile has `queries` of them then.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -50,6 +60,8 @@ class Schedule:
     store: Store = "tma"
     early: int = 0
     lazy: bool = False
+    residents: int = 1
+    pack: int = 1
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -57,7 +69,7 @@ class Schedule:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
-        for field in ("tile_m", "tile_n", "stages", "consumers", "head_group", "early"):
+        for field in NUMBERS:
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
@@ -84,10 +96,17 @@ class Schedule:
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
         for field in ("persistent", "lazy"):
             need(isinstance(getattr(self, field), bool), field, "True or False")
+        need(1 <= self.residents <= 4, "residents", "1 to 4")
         need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
+        need(self.pack in PACKS, "pack", f"one of {', '.join(map(str, PACKS))} heads in a tile")
         # What it is made by, once: a graph that is compiled takes text, and cannot make it.
         object.__setattr__(self, "text", repr(self))
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile, each in `pack` heads."""
+        return self.tile_m // self.pack
 
     @property
     def intra(self) -> bool:
@@ -103,6 +122,8 @@ class Schedule:
         return (
             f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.consumers} consumer "
             f"warpgroups, overlap {self.overlap}, cluster {self.cluster[0]}x{self.cluster[1]}, "
-            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, store {self.store}, "
+            f"{'persistent CTAs' if self.persistent else 'a CTA a tile'}, "
+            f"{f'{self.residents} at a time, ' if self.residents > 1 else ''}store {self.store}, "
             f"early {self.early}/8, rescale {'lazy' if self.lazy else 'always'}"
+            f"{f', {self.pack} heads in a tile' if self.pack > 1 else ''}"
         )

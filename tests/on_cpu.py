@@ -25,7 +25,10 @@ OUT = {"bool": torch.int32, "int": torch.int32, "float": torch.float32}
 _EXACT: dict[str, Callable[..., Any]] = {
     "div": lambda a, b: a / b,
     "rcp": lambda a: 1.0 / a,
-    **{name: getattr(cute.math, name) for name in ("exp2", "log2", "sqrt", "rsqrt", "sin", "cos")},
+    **{
+        name: getattr(cute.math, name)
+        for name in ("exp2", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh")
+    },
 }
 
 

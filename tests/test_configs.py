@@ -12,6 +12,8 @@ from cutedsl_fa3.cli import app
 from cutedsl_fa3.problem import DTYPES, NATIVE, Problem
 from cutedsl_fa3.schedules import NEEDS, needs
 
+EVERY = configs.every()
+
 
 def test_there_is_a_plan_for_every_native_size_dtype_and_need():
     found = {
@@ -30,13 +32,19 @@ def test_every_need_is_that_of_a_kind():
     assert {need: needs(variant) for need, variant in kinds.items()} == {n: n for n in NEEDS}
 
 
-@pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
+def test_tiles_of_several_heads_are_listed_for_every_kind_of_variant():
+    for pack in (8, 16):
+        found = {configs.kind(plan) for plan in configs.packed() if plan.schedule.pack == pack}
+        assert found == set(configs.kinds())
+
+
+@pytest.mark.parametrize("plan", EVERY, ids=configs.label)
 def test_every_configuration_is_one_that_its_plan_accepts(plan):
     plan.check()
 
 
 def test_labels_tell_configurations_apart():
-    labels = [configs.label(plan) for plan in configs.configs()]
+    labels = [configs.label(plan) for plan in EVERY]
     assert len(set(labels)) == len(labels)
 
 
@@ -55,7 +63,7 @@ def test_the_command_prints_each_configuration_once():
     result = CliRunner().invoke(app, ["configs"])
     assert result.exit_code == 0, result.output
     rows = [line.replace(",", "").split() for line in result.output.splitlines()]
-    assert sum(row.count(dtype) for row in rows for dtype in DTYPES) == len(configs.configs())
+    assert sum(row.count(dtype) for row in rows for dtype in DTYPES) == len(EVERY)
     parts = ("head_dim", "registers a thread", "136-192, v 8-128", "one by one", "elementwise")
     for part in (*parts, "online, sink, epilogue"):
         assert part in result.output

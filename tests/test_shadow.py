@@ -254,7 +254,7 @@ def test_a_call_in_a_graph_capture_is_not_compared_and_says_so(compared, monkeyp
     variant, (q, k, v) = fa3.Variant(), inputs()
     with fa3.shadow_check():
         with monkeypatch.context() as patched:
-            patched.setattr(shadow, "_capturing", lambda device: True)
+            patched.setattr(shadow, "under_capture", lambda device: True)
             with pytest.warns(shadow.NotChecked, match="CUDA graph is being captured") as caught:
                 fa3.attention(q, k, v, variant)
             assert caught[0].filename == __file__

@@ -100,11 +100,12 @@ def visit_counts(plan: Plan, sizes: Sizes, passes_over: bool = True) -> Visits |
 
     s, mask = plan.schedule, plan.variant.mask
     depends = mask.inputs if mask is not None else frozenset[str]()
+    sizes = sizes._replace(heads=sizes.heads // s.pack)
     apart = (sizes.batch if "b" in depends else 1) * (sizes.heads if "h" in depends else 1)
-    blocks = -(-sizes.seqlen_q // s.tile_m), -(-sizes.seqlen_k // s.tile_n)
+    blocks = -(-sizes.seqlen_q // s.queries), -(-sizes.seqlen_k // s.tile_n)
     if 0 in sizes or apart * blocks[0] * blocks[1] * s.consumers > MOST_DECIDED:
         return None
-    visited, masked = visited_tiles(mask, plan.variant.captures, *sizes, s.tile_m, s.tile_n)
+    visited, masked = visited_tiles(mask, plan.variant.captures, *sizes, s.queries, s.tile_n)
     share = visited.double()
     if passes_over and not plan.by_tile:
         share = share * _share_of_rows(plan, sizes, blocks[0])
@@ -121,8 +122,8 @@ def _share_of_rows(plan: Plan, sizes: Sizes, m_blocks: int) -> torch.Tensor:
     from cutedsl_fa3.variant.visits import visited_tiles
 
     s, variant = plan.schedule, plan.variant
-    rows = s.tile_m // s.consumers
-    seen, _ = visited_tiles(variant.mask, variant.captures, *sizes, rows, s.tile_n)
+    queries = s.queries // s.consumers
+    seen, _ = visited_tiles(variant.mask, variant.captures, *sizes, queries, s.tile_n)
     missing = m_blocks * s.consumers - seen.shape[2]  # strips past the last query
     seen = torch.nn.functional.pad(seen, (0, 0, 0, missing))
     to_the_right = seen.flip(-1).cumsum(-1).flip(-1) > 0  # or seen itself

@@ -69,10 +69,15 @@ class Ledger:
 
     @cached_property
     def to_causal(self) -> float | None:
-        """The time in units of plain causal attention of the same sizes, scheduled on its own."""
+        """The time in units of plain causal attention of the same sizes, scheduled on its own.
+
+        As many heads share a tile.
+        """
         from cutedsl_fa3.masks import causal
 
         plain = type(self.plan).default(Variant(mask=causal), self.plan.problem)
+        pack = self.plan.schedule.pack
+        plain = replace(plain, schedule=replace(plain.schedule, pack=pack))
         its = Ledger(plain, self.sizes).ms
         return self.ms / its if self.ms and its else None
 

@@ -19,8 +19,9 @@ from .warp import run
 def launches(functions: dict[str, Function], args: Sequence[Any]) -> list[Launch]:
     """The launches of the host function in order, for arguments as its compiled form takes them.
 
-    A tensor is anything with `shape` and `stride()`; the values of integer tensors on the CPU are
-    read. None stands for an argument that the kernel does not have; the stream is left out.
+    A tensor is anything with `shape` and `stride()`, also where the compiled form takes numbers:
+    address, sizes, strides. The values of integer tensors on the CPU are read. None stands for an
+    argument that the kernel does not have; the stream is left out.
 
     Raises: NotCovered.
     """
@@ -33,7 +34,13 @@ def launches(functions: dict[str, Function], args: Sequence[Any]) -> list[Launch
             continue
         if not given:
             raise NotCovered(f"argument for a parameter {what.text[:60]} is missing")
-        values.append(_argument(given.pop(0), what))
+        value = given.pop(0)
+        if what.name != "memref" and hasattr(value, "stride"):
+            given[:0] = [*(value.shape or (1,)), *(value.stride() or (1,))]
+            integer = not value.is_floating_point()
+            values.append(Pointer("gmem", 0, 0, buffer=_buffer(value, integer)))
+        else:
+            values.append(_argument(value, what))
     if given:
         raise NotCovered(f"{len(given)} arguments more than the host function has")
     nowhere = Launch(host, (1, 1, 1), (1, 1, 1), (1, 1, 1), tuple(values))
@@ -62,12 +69,12 @@ def _argument(value: Any, what: Kind) -> Any:
     full = Layout(*fill(layout, given))
     if leaves(full.shape) != sizes:
         raise NotCovered(f"a tensor of shape {tuple(sizes)} where {what.text[:80]} is needed")
-    return View(Pointer("gmem", 0, what.bits, buffer=_buffer(value, what)), full)
+    return View(Pointer("gmem", 0, what.bits, buffer=_buffer(value, what.integer)), full)
 
 
-def _buffer(value: Any, what: Kind) -> Any:
+def _buffer(value: Any, integer: bool) -> Any:
     """The elements of an integer tensor on the CPU from its first on, to read and write."""
-    if not what.integer or getattr(getattr(value, "device", None), "type", "") != "cpu":
+    if not integer or getattr(getattr(value, "device", None), "type", "") != "cpu":
         return None
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
     if 0 in value.shape:

@@ -42,7 +42,7 @@ def _made(node: Node, args: list[Any], warp: Any) -> Any:
     return fill(node.out_kinds[0].value, given)
 
 
-@names("cute.to_int_tuple")
+@names("cute.to_int_tuple", "cute.assume")
 def _same(node: Node, args: list[Any], warp: Any) -> Any:
     return args[0]
 
@@ -167,6 +167,14 @@ def _iterator(node: Node, args: list[Any], warp: Any) -> Any:
 def _view(node: Node, args: list[Any], warp: Any) -> Any:
     layout = args[1] if len(args) > 1 and isinstance(args[1], Layout) else None
     return View(args[0], layout or filled(node.out_kinds[0].value))
+
+
+@names("cute.inttoptr")
+def _pointed(node: Node, args: list[Any], warp: Any) -> Any:
+    address = args[0]
+    return (
+        replace(address, bits=node.out_kinds[0].bits) if isinstance(address, Pointer) else UNKNOWN
+    )
 
 
 @names("cute.recast_iter")

@@ -30,39 +30,41 @@ class Work(NamedTuple):
 def of_plan(plan: Plan, longest: int | None = None) -> Iterator[Work]:
     """Forward calls that visit 0 to stages + 2 key tiles.
 
-    One head, the queries of one tile, as many keys as fill so many tiles; at last three work tiles:
-    of three CTAs, one after the other, or of one persistent CTA. Where captured tensors decide tile
-    by tile, as many queries as keys, in one document or two.
+    One key head and the query heads of a tile, the queries of one tile, as many keys as fill so
+    many tiles; at last three work tiles: of three CTAs, one after the other, or of one persistent
+    CTA. Where captured tensors decide tile by tile, as many rows as keys, in one document or two.
     """
     s = plan.schedule
     top = s.stages + 2 if longest is None else longest
     for tiles in range(top + 1):
         keys = tiles * s.tile_n
         if not plan.by_tile or tiles == 0:
-            yield _forward(plan, f"{tiles} key tiles", s.tile_m, keys, None)
+            yield _forward(plan, f"{tiles} key tiles", s.queries, keys, None)
             continue
         for documents in (1, 2):
-            what = f"{keys} queries and keys, {documents} documents"
-            yield _forward(plan, what, keys, keys, documents)
-    rows = 3 * s.tile_m
-    yield _forward(plan, f"{rows} queries and keys", rows, rows, 1)._replace(ctas=3)
+            queries = -(-keys // s.pack)
+            what = f"{queries} queries, {keys} keys, {documents} documents"
+            yield _forward(plan, what, queries, keys, documents)
+    queries, keys = 3 * s.queries, 3 * s.tile_m
+    what = f"{queries} queries, {keys} keys"
+    yield _forward(plan, what, queries, keys, 1)._replace(ctas=3)
 
 
 def _forward(plan: Plan, what: str, queries: int, keys: int, documents: int | None) -> Work:
-    problem, variant = plan.problem, plan.variant
+    problem, variant, pack = plan.problem, plan.variant, plan.schedule.pack
     element = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
 
-    def tensor(rows: int, cols: int) -> torch.Tensor:
-        return torch.empty(1, rows, 1, cols, dtype=element, device="meta")
+    def tensor(rows: int, heads: int, cols: int) -> torch.Tensor:
+        return torch.empty(1, rows, heads, cols, dtype=element, device="meta")
 
-    table = plan.table_shape(1, 1, queries, keys)
-    visits = plan.visits_shape(1, 1, queries, keys)
+    table = plan.table_shape(1, pack, queries, keys)
+    visits = plan.visits_shape(1, pack, queries, keys)
     args = (
-        tensor(queries, problem.head_dim),
-        tensor(keys, problem.head_dim),
-        tensor(keys, problem.head_dim_v),
-        tensor(queries, problem.head_dim_v),
-        torch.empty(1, 1, queries, device="meta") if variant.has_lse else None,
+        tensor(queries, pack, problem.head_dim),
+        tensor(keys, 1, problem.head_dim),
+        tensor(keys, 1, problem.head_dim_v),
+        tensor(queries, pack, problem.head_dim_v),
+        torch.empty(1, pack, queries, device="meta") if variant.has_lse else None,
         tuple(_capture(t, max(queries, keys, 1), documents) for t in variant.captures),
         None if table is None else torch.zeros(table, dtype=torch.int32),
         torch.zeros(visits, dtype=torch.int32) if plan.trace else None,

@@ -14,6 +14,11 @@ from .tiles import by_tile
 Word = Any  # int or Sum
 
 
+def differs_by_head(mask: Graph | None) -> bool:
+    """Whether heads may see different keys, so that they cannot share a work tile."""
+    return mask is not None and "h" in mask.inputs
+
+
 @dataclass(frozen=True)
 class Sum:
     """A sum of named values times numbers, plus a number."""

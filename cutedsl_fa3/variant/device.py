@@ -14,14 +14,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from . import lower, shared
 from .distances import COLUMN, ELEMENT, ROW, Steps, distances, evenly_indexed
 from .fusion import Capped, capped, lines, multiples, spoils_row, varies
 from .graph import Graph, Node, Ref, Value
-from .lower import LOG2_E, LOWER, absolute, constant, divide, fma, has_reciprocal, load, load_pair
+from .lower import (
+    LOG2_E,
+    LOWER,
+    absolute,
+    constant,
+    divide,
+    fma,
+    has_reciprocal,
+    load,
+    load_pair,
+    maximum,
+    minimum,
+)
 from .pairs import offset_from_k, read_along_k
+
+# Indices that grow by no more a step, over fewer keys, stay Int32 on their way over a tile.
+MOST_STEPS, FAR_APART = 64, 2**24
 
 
 class Lowering:
@@ -30,7 +45,8 @@ class Lowering:
     `uniform` holds the inputs that are one value for the whole work tile (b, h, the lengths). What
     follows from them alone is computed here, so create it where the work tile begins. `pairs` are
     the captured tensors that can be read two keys at a time (see pairs.py). `exponent` says that
-    the result is a score of an online softmax, so that its absolute error counts.
+    the result is a score of an online softmax, so that its absolute error counts, and `coarse` that
+    errors of 1.2e-5 of a cap do no harm.
     """
 
     def __init__(
@@ -40,15 +56,22 @@ class Lowering:
         uniform: Mapping[str, Int32],
         pairs: frozenset[int] = frozenset(),
         exponent: bool = False,
+        coarse: bool = False,
     ) -> None:
         self.graph = graph
         self.captures = captures
         self.paired = {i for i in read_along_k(graph) if graph.nodes[i].args[0] in pairs}
         self.distances, self.evenly_indexed = distances(graph), evenly_indexed(graph)
         self.multiples, self.lines = multiples(graph), lines(graph) if exponent else {}
-        self.capped = capped(graph) if exponent else {}
+        self.capped, self.coarse = capped(graph) if exponent else {}, coarse
+        self.unclamped = {
+            number: grows[-1]
+            for number, grows in self.evenly_indexed.items()
+            if _along_last(grows) and _is_dense(captures[graph.nodes[number].args[0]])
+        }
         self.functions = functions_of_one(graph, self.capped)
         self.uniform: dict[int, Any] = {}
+        self.everywhere = uniform
         everywhere = Element(self, uniform, 0, 0, {}, False)
         for number, node in enumerate(graph.nodes):
             if node.depends <= frozenset(uniform):
@@ -70,9 +93,34 @@ class Lowering:
         distance from them as Python ints): then distances become floats by one addition each, and
         elements at equal distances are read once. They may hold "product", two factors of the
         score, the second the same for all of the tile: then what is added to the score, or
-        multiplies it, is worked into an FMA.
+        multiplies it, is worked into an FMA. They may hold "inside", that `inside` holds for the
+        tile: then nothing is clamped.
         """
         return Element(self, positions, row, column, memo, in_pairs).value(self.graph.output)
+
+    def read(self, positions: Mapping[str, Any], row: int, column: int, memo: dict) -> None:
+        """Read what `at` will need for an element from memory, where its neighbours share it."""
+        for number in self.evenly_indexed:
+            Element(self, positions, row, column, memo, False).value(number)
+
+    def inside(self, first: tuple[Int32, Int32], queries: int, keys: Int32) -> Boolean | bool:
+        """Whether what is read evenly lies in its tensors for all of these queries and keys.
+
+        True where that is not asked of any; `first` are the first query and key.
+        """
+        found: Boolean | bool = True
+        at = {"q": first[0], "k": first[1], **self.everywhere}
+        for number, (of_q, of_k) in self.unclamped.items():
+            node = self.graph.nodes[number]
+            begin = Element(self, at, 0, 0, {}, False).operand(node.operands[-1])
+            spread = keys - 1
+            ends = of_q * (queries - 1), spread * of_k
+            least = minimum(Int32(ends[0]), Int32(0)) + minimum(Int32(ends[1]), Int32(0))
+            most = maximum(Int32(ends[0]), Int32(0)) + maximum(Int32(ends[1]), Int32(0))
+            size = self.captures[node.args[0]].shape[-1]
+            here = (begin >= 0) & (begin < size) & (spread < FAR_APART)
+            found = found & here & (least >= -begin) & (most < size - begin)
+        return found
 
     def together(
         self,
@@ -99,6 +147,9 @@ class Lowering:
         """One of the functions of one value that may share a reciprocal, at several elements."""
         node, cap = self.graph.nodes[number], self.capped.get(number)
         argument = cap.argument if cap else node.args[0]
+        if cap and self.coarse:
+            given = [element.times(argument, 1.0) for element in elements]
+            return [lower.tanh_of_the_unit(a) * cap.cap for a in given]
         factor = LOG2_E if node.op == "sigmoid" else 2.0 * LOG2_E
         exponents = [element.times(argument, factor) for element in elements]
         if cap:
@@ -156,7 +207,7 @@ class Element:
             if number in self.of.distances:
                 return self.distance(self.of.distances[number])
             if number in self.of.evenly_indexed:
-                return self.read_evenly(node, self.of.evenly_indexed[number])
+                return self.read_evenly(number)
         if node.op == "input":
             return self.positions[node.args[0]]
         if node.op == "const":
@@ -280,17 +331,25 @@ class Element:
         moved = self.memo[key] + float(steps.ahead(*self.positions["origin"][2:]))
         return absolute(moved) if steps.magnitude else moved
 
-    def read_evenly(self, node: Node, grows: tuple[tuple[int, int], ...]) -> Any:
+    def read_evenly(self, number: int) -> Any:
         """An element whose indices grow evenly: read once for all that have the same ones."""
+        node, grows = self.nodes[number], self.of.evenly_indexed[number]
         ahead_q, ahead_k = self.positions["origin"][2:]
         steps = tuple(q * ahead_q + k * ahead_k for q, k in grows)
-        key = ("read", node, steps)
+        key = ("read", number, steps)
         if key not in self.memo:
-            indices = [
-                self.first_value(a.id) + step if isinstance(a, Ref) else constant(a)
-                for a, step in zip(node.operands, steps, strict=True)
+            capture = self.of.captures[node.args[0]]
+            firsts = [
+                self.first_value(a.id) if isinstance(a, Ref) else constant(a) for a in node.operands
             ]
-            self.memo[key] = load(self.of.captures[node.args[0]], indices, node.dtype)
+            if number in self.of.unclamped and self.positions.get("inside", False):
+                place = ("place", number)
+                if place not in self.memo:
+                    self.memo[place] = lower.address(capture, firsts)
+                self.memo[key] = lower.element(self.memo[place], steps[-1], node.dtype)
+            else:
+                indices = [first + step for first, step in zip(firsts, steps, strict=True)]
+                self.memo[key] = load(capture, indices, node.dtype)
         return self.memo[key]
 
     def pair(self, number: int) -> tuple[Any, Any]:
@@ -301,6 +360,16 @@ class Element:
         indices[-1] = indices[-1] - ahead if ahead else indices[-1]
         below = offset is not None and offset < 0
         return load_pair(self.of.captures[node.args[0]], indices, node.dtype, below)
+
+
+def _along_last(grows: tuple[tuple[int, int], ...]) -> bool:
+    """Whether only the last index grows, and so slowly that its way over a tile is an Int32."""
+    return not any(map(any, grows[:-1])) and max(map(abs, grows[-1])) <= MOST_STEPS
+
+
+def _is_dense(capture: cute.Tensor) -> bool:
+    """Whether neighbours in the last dimension are known to be adjacent."""
+    return isinstance(capture.stride[-1], int) and capture.stride[-1] == 1
 
 
 def functions_of_one(graph: Graph, capped: Mapping[int, Capped]) -> frozenset[int]:

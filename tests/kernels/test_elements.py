@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
+import cutlass.cute as cute
 import pytest
 import torch
 from cutlass import Float32
+from cutlass.cute.runtime import make_fake_compact_tensor
 from on_cpu import for_each, launchable
 
 from cutedsl_fa3 import Elementwise, Variant, masks, scores
+from cutedsl_fa3.inputs import as_numbers
 from cutedsl_fa3.kernels.sm90.elements import Elements
 from cutedsl_fa3.layouts.wgmma import Places
 from cutedsl_fa3.variant.evaluate import evaluate
@@ -45,8 +48,13 @@ VARIANTS = {
     "temperature": Variant(scores.temperature(SLOPES), masks.causal),
     "a choice": Variant(lambda s, b, h, q, k: torch.where(q > k, torch.sigmoid(s), -math.inf)),
 }  # fmt: skip
+BEYOND = "relative bias beyond its ends", "bias by distance in two dimensions"
 THREADS, HEAD = 32, 1  # of one warp, by whose first rows and columns the tile is told apart
 SHAPE = THREADS, len(ROWS), len(COLS)
+
+
+def name_of(variant: Variant) -> str:
+    return next(name for name, one in VARIANTS.items() if one is variant)
 
 
 def places() -> dict:
@@ -75,7 +83,8 @@ def applied(variant: Variant, raw: torch.Tensor, masked: bool) -> torch.Tensor:
         lengths, head = (zero + SEQLEN_Q, zero + SEQLEN_K), (zero, zero + HEAD)
         elements = Elements(variant, given, Float32(SCALE), head, lengths, bounded=bounded(variant))
         mine, first = Places(i // 4, i % 4 * 2, ROWS, COLS), (zero + 16, zero + 32)
-        elements.apply(results[0][i, None, None], mine, first, masked)
+        memos = elements.ahead(mine, first, masked or name_of(variant) in BEYOND)
+        elements.apply(results[0][i, None, None], mine, first, masked, memos)
 
     given = list(map(launchable, variant.captures)) or [torch.zeros(1)]
     for_each(THREADS, given, [found], write)
@@ -118,3 +127,43 @@ def test_a_visible_nan_stays_one_and_spoils_no_other_row(name):
     without, found = applied(variant, raw, masked=False), applied(variant, spoilt, masked=False)
     assert found[:, 0, 3].isnan().all()
     assert torch.equal(found[:, 1], without[:, 1])
+
+
+CAPTURED = {
+    "a scalar": torch.tensor(2.5),
+    "a flag": torch.tensor(True),
+    "flags": torch.arange(7) % 3 == 1,
+    "bytes": torch.arange(9, dtype=torch.uint8),
+    "long integers": torch.arange(5) * 3,
+    "rows apart": torch.randn(4, 128)[:, :64],
+    "columns apart": torch.randn(3, 10, dtype=torch.float16)[:, ::2],
+    "columns first": torch.randn(6, 4).T,
+    "one for all": torch.randn(1, 1, dtype=torch.bfloat16).expand(3, 5),
+    "three dimensions": torch.randn(2, 3, 4, dtype=torch.float64).transpose(0, 2),
+}  # fmt: skip
+
+
+def test_a_kernel_reads_captured_tensors_where_their_numbers_say():
+    """On CPU memory, where the same host code runs: the last element of each."""
+    last = [tuple(size - 1 for size in t.shape) for t in CAPTURED.values()]
+
+    def score(s, b, h, q, k):
+        for tensor, at in zip(CAPTURED.values(), last, strict=True):
+            s = s + (tensor[at] if at else tensor)
+        return s
+
+    variant = Variant(score)
+    assert all(a is b for a, b in zip(variant.captures, CAPTURED.values(), strict=True))
+
+    @cute.jit
+    def read(captured, found):
+        for number, given in enumerate(Elements.given_captures(variant, frozenset(), captured)):
+            assert cute.rank(given) == max(1, variant.captures[number].dim())
+            found[number] = Float32(given[tuple(size - 1 for size in given.shape)])
+
+    found = torch.zeros(len(last))
+    like = make_fake_compact_tensor(Float32, (len(last),), memspace=cute.AddressSpace.generic)
+    fake = Elements.fake_captures(variant)
+    cute.compile(read, fake, like, options="--enable-tvm-ffi")(as_numbers(variant.captures), found)
+    wanted = [t[at].float() for t, at in zip(variant.captures, last, strict=True)]
+    assert dict(zip(CAPTURED, found, strict=True)) == dict(zip(CAPTURED, wanted, strict=True))

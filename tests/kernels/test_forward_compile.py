@@ -12,7 +12,7 @@ from cutedsl_fa3.layouts import SMEM_CAPACITY
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.schedules import TABLE, serving_row
+from cutedsl_fa3.schedules import SHORT, TABLE, serving_row
 
 OVERLAPS = ("none", "intra", "pingpong", "both")
 TILES = {64: (192, 128, 3), 128: (128, 128, 2)}  # head_dim -> tile_m, tile_n, consumers
@@ -49,7 +49,7 @@ def assert_sound(plan: Plan) -> Compiled:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
+@pytest.mark.parametrize("plan", configs.every(), ids=configs.label)
 def test_every_supported_configuration_compiles_without_spilling_to_the_code_accepted(plan: Plan):
     compiled = assert_sound(plan)
     broken = contract.broken(contract.label(plan.kernel), compiled)
@@ -60,6 +60,8 @@ def test_every_row_of_the_schedule_table_serves_a_supported_configuration():
     """So no row stands behind one that takes all of its variants, and all are compiled."""
     used = {serving_row(plan.variant, plan.problem) for plan in configs.configs()}
     assert used == set(TABLE)
+    short = {serving_row(plan.variant, plan.problem, 1) for plan in configs.short()}
+    assert short == set(SHORT)
 
 
 @pytest.mark.compile

@@ -10,6 +10,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from cutedsl_fa3.audit import census_of, disassemble
 from cutedsl_fa3.compile import compile_kernel
+from cutedsl_fa3.inputs import as_numbers
 from cutedsl_fa3.kernels.sm90.elements import Elements
 from cutedsl_fa3.kernels.sm90.summarise import Summarise
 from cutedsl_fa3.variant import Variant
@@ -67,7 +68,7 @@ class Alone:
         words = 2 * len(summaries(self.variant.mask))
         shape = (*(cute.sym_int() for _ in range(3)), words)
         return (
-            Elements.fake_captures(self.variant, frozenset()),
+            Elements.fake_captures(self.variant),
             make_fake_compact_tensor(Int32, shape, stride_order=(3, 2, 1, 0), assumed_align=16),
             Int32(1),
             Int32(1),
@@ -75,7 +76,8 @@ class Alone:
         )
 
     @cute.jit
-    def host(self, captures, table, seqlen_q, seqlen_k, stream):
+    def host(self, captured, table, seqlen_q, seqlen_k, stream):
+        captures = Elements.given_captures(self.variant, frozenset(), captured)
         self.summarise.launch(captures, table, seqlen_q, seqlen_k, stream)
 
 
@@ -103,10 +105,8 @@ def test_the_device_finds_the_table_that_torch_finds(name, sizes, seqlens):
     cpu = Variant(mask=MASKS[name])
     arguments = (2, 3, *seqlens, *sizes)
     wanted = summarise(cpu.mask, cpu.captures, *arguments)
-    captures = tuple(
-        (t.view(torch.uint8) if t.dtype == torch.bool else t).cuda() for t in cpu.captures
-    )
+    captures = [t.cuda() for t in cpu.captures]
     table = torch.full(wanted.shape, 77, dtype=torch.int32, device="cuda")
     assert table.shape == table_shape(cpu.mask, *arguments)
-    compile_kernel(Alone(cpu, *sizes)).launch(captures, table, *seqlens)
+    compile_kernel(Alone(cpu, *sizes)).launch(as_numbers(captures), table, *seqlens)
     assert torch.equal(table.cpu(), wanted)

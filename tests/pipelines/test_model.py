@@ -63,8 +63,18 @@ def test_no_shipped_forward_can_hang_race_or_lose_a_tile(plan: Plan) -> None:
         assert visited >= set(range(turn + 1))
 
 
+@pytest.mark.parametrize(("kind", "pack"), [("nothing", 16), ("gated", 4), ("documents", 2)])
+def test_tiles_of_several_heads_hang_race_and_lose_no_more(kind: str, pack: int) -> None:
+    plan = Plan.default(configs.kinds()[kind], Problem("bf16", 64, 64))
+    plan = replace(plan, schedule=replace(plan.schedule, pack=pack))
+    verdict = check_pipeline(plan)
+    assert verdict.ok, verdict
+    copied = {name: {o.fills.get(name, 0) for o in verdict.outcomes} for name in ("q", "k")}
+    assert max(copied["q"]) >= 3 and max(copied["k"]) > plan.schedule.stages + 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
+@pytest.mark.parametrize("plan", configs.every(), ids=configs.label)
 def test_no_configuration_can_hang_race_or_lose_a_tile(plan: Plan) -> None:
     verdict = check_pipeline(plan)
     assert verdict.ok, verdict

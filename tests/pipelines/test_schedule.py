@@ -6,19 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutedsl_fa3.pipelines import Schedule, ScheduleError
+from cutedsl_fa3.pipelines import PACKS, Schedule, ScheduleError
 
-WHOLE = ("tile_m", "tile_n", "stages", "consumers", "head_group", "early")
+WHOLE = ("tile_m", "tile_n", "stages", "consumers", "head_group", "early", "pack")
 
 
 def test_the_default_is_valid():
-    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8, False, "tma", 0, False)
+    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8, False, "tma", 0, False, 1, 1)
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
         ({"stages": 0}, r"stages = 0: 1 or more"),
+        ({"residents": 0}, r"residents = 0: 1 to 4"),
+        ({"residents": 5}, r"residents = 5: 1 to 4"),
         ({"stages": -2}, r"stages = -2: 1 or more"),
         ({"consumers": 0}, r"consumers = 0: 1, 2 or 3 warpgroups"),
         ({"consumers": 4, "tile_m": 256}, r"consumers = 4: 1, 2 or 3 warpgroups"),
@@ -46,6 +48,9 @@ def test_the_default_is_valid():
         ({"store": None}, r"store = None: one of tma, direct"),
         ({"early": -1}, r"early = -1: 0 to 8"),
         ({"early": 9}, r"early = 9: 0 to 8"),
+        ({"pack": 0}, r"pack = 0: one of 1, 2, 4, 8, 16, 32, 64 heads in a tile"),
+        ({"pack": 3}, r"pack = 3: one of"),
+        ({"pack": 128}, r"pack = 128: one of"),
         ({"lazy": 0}, r"lazy = 0: True or False"),
         ({"lazy": None}, r"lazy = None: True or False"),
     ],
@@ -67,14 +72,16 @@ def test_a_field_that_cannot_work_is_refused_by_name_and_value(fields, message):
     st.sampled_from(["tma", "direct"]),
     st.integers(0, 8),
     st.booleans(),
+    st.sampled_from(PACKS),
 )
 def test_what_the_hardware_allows_is_accepted_and_printed(
-    consumers, rows, keys, stages, overlap, cluster, persistent, store, early, lazy
+    consumers, rows, keys, stages, overlap, cluster, persistent, store, early, lazy, pack
 ):
     if consumers == 1 and overlap in ("pingpong", "both"):
         overlap = "intra"
     tiles = (64 * consumers * rows, 16 * keys, stages, consumers, overlap, cluster)
-    made = Schedule(*tiles, persistent=persistent, store=store, early=early, lazy=lazy)
+    made = Schedule(*tiles, persistent=persistent, store=store, early=early, lazy=lazy, pack=pack)
+    assert made.queries * pack == made.tile_m
     assert made.intra == (overlap in ("intra", "both"))
     assert made.pingpong == (overlap in ("pingpong", "both"))
     assert str(made) == (
@@ -82,6 +89,7 @@ def test_what_the_hardware_allows_is_accepted_and_printed(
         f"overlap {overlap}, cluster {cluster[0]}x{cluster[1]}, "
         f"{'persistent CTAs' if persistent else 'a CTA a tile'}, store {store}, early {early}/8, "
         f"rescale {'lazy' if lazy else 'always'}"
+        f"{f', {pack} heads in a tile' if pack > 1 else ''}"
     )
 
 

@@ -10,6 +10,8 @@ fp32's range of exponents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -21,8 +23,8 @@ from .softmax import OnlineSoftmax
 class BoundedSoftmax(OnlineSoftmax):
     """`OnlineSoftmax` of base-2 scores with a maximum of 0 that does not change."""
 
-    def __init__(self, rows: int, sink: Float32 | None = None) -> None:
-        super().__init__(rows, Float32(LN_2), Float32(1.0), sink)
+    def __init__(self, rows: int, sinks: Sequence[Float32] | None = None) -> None:
+        super().__init__(rows, Float32(LN_2), Float32(1.0), sinks)
         self.row_max.fill(0.0)
 
     def step(self, acc_s: cute.Tensor, early: int = 0) -> None:

@@ -7,16 +7,18 @@ mask excludes to -inf (0); `finish` is the epilogue function on the output.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant, shared
 from cutedsl_fa3.variant.bounds import QueryTile, Runs
 from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.fusion import composed, with_known_signs
+from cutedsl_fa3.variant.keys import Span
 from cutedsl_fa3.variant.limits import in_base_2
 from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, load, scan, select, visits
 from cutedsl_fa3.variant.pairs import dense
@@ -26,10 +28,14 @@ from .bounded import BoundedSoftmax
 from .softmax import OnlineSoftmax, Weights
 
 Memo = tuple[dict, dict]  # values that elements of a tile share: of the score, of the mask
+Memos = dict["Elements", Memo]  # of each head whose rows a thread has
 
 
 class Elements:
     """A variant at one (batch, head): its functions with everything uniform already computed.
+
+    `head` is that, or of several heads one for each row that a thread holds; those of the rows
+    behind the first are `others`. The mask and the key tiles are the same for all of them.
 
     `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
     are left as they are when there is no score function, so that the scale costs nothing;
@@ -41,7 +47,7 @@ class Elements:
         variant: Variant,
         captures: tuple[cute.Tensor, ...],
         scale: Float32,
-        head: tuple[Int32, Int32],
+        head: tuple[Int32, Int32 | tuple[Int32, ...]],
         seqlens: tuple[Int32, Int32],
         pairs: frozenset[int] = frozenset(),
         bounded: bool = False,
@@ -49,7 +55,13 @@ class Elements:
         self.variant = variant
         self.scale = scale
         self.seqlen_q, self.seqlen_k = seqlens
-        uniform = {"b": head[0], "h": head[1], "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
+        batch, heads = head
+        first, *others = heads if isinstance(heads, tuple) else (heads,)
+        self.of_head = lambda h: Elements(
+            variant, captures, scale, (batch, h), seqlens, pairs, bounded
+        )
+        self.others = tuple(self.of_head(h) for h in others)
+        uniform = {"b": batch, "h": first, "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
         self.uniform, self.captures = uniform, captures
         self.has_weight = variant.weight is not None
         changed = composed(variant.score, variant.weight)
@@ -58,7 +70,9 @@ class Elements:
         if changed is not None:
             changed = in_base_2(changed) if bounded else changed
             known = with_known_signs(changed, variant.mask)
-            self.changes = Lowering(known, captures, uniform, pairs, exponent=not self.has_weight)
+            self.changes = Lowering(
+                known, captures, uniform, pairs, exponent=not self.has_weight, coarse=bounded
+            )
         lowered = {
             role: Lowering(graph, captures, uniform, pairs)
             for role, graph in variant.graphs.items()
@@ -71,41 +85,56 @@ class Elements:
             self.scale_log2 = scale * LOG2_E
 
     @staticmethod
-    def fake_captures(variant: Variant, pairs: frozenset[int]) -> tuple[cute.Tensor, ...]:
-        """Stand-ins for the captured tensors, for compilation: rank and type, any extent.
+    def fake_captures(variant: Variant) -> tuple[tuple, ...] | None:
+        """Stand-ins for what is launched of captured tensors, as `inputs.as_numbers` has it."""
+        ranks = [max(1, tensor.dim()) for tensor in variant.captures]
+        given = tuple((Int64(1), *[Int32(1)] * rank, *[Int64(1)] * rank) for rank in ranks)
+        return given or None
+
+    @staticmethod
+    def given_captures(
+        variant: Variant, pairs: frozenset[int], numbers: tuple[tuple, ...] | None
+    ) -> tuple[cute.Tensor, ...] | None:
+        """The captured tensors from what is launched of them: any extent, rank and type as now.
 
         Those of `pairs` can be read two neighbours at a time; those that are read by query or key
         and have dense rows keep these.
         """
         made, adjacent = [], dense(variant)
-        for number, tensor in enumerate(variant.captures):
-            rank, size = max(1, tensor.dim()), tensor.element_size()
-            shape = tuple(cute.sym_int() for _ in range(rank))
-            strides = tuple(cute.sym_int64() for _ in range(rank))
+        for number, (address, *layout) in enumerate(numbers or ()):
+            tensor = variant.captures[number]
+            shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
+            align = tensor.element_size()
             if number in adjacent:
-                strides = (*strides[:-1], 1)
+                strides[-1] = 1
             if number in pairs:
-                size *= 2
-                shape = (*shape[:-1], cute.sym_int(divisibility=2))
-                strides = (*(cute.sym_int64(divisibility=2) for _ in range(rank - 1)), 1)
+                align *= 2
+                shape[-1] = cute.assume(shape[-1], divby=2)
+                strides = [*(cute.assume(stride, divby=2) for stride in strides[:-1]), 1]
             element = CAPTURE_ELEMENTS[tensor.dtype]
-            made.append(make_fake_tensor(element, shape, strides, assumed_align=size))
-        return tuple(made)
+            memory = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
+            layout = cute.make_layout(tuple(shape), stride=tuple(strides))
+            made.append(cute.make_tensor(memory, layout))
+        return tuple(made) or None
 
-    def query_tile(self, m_block: Int32, tile_m: int) -> QueryTile:
+    def of_row(self, r: int) -> Elements:
+        """The variant at the head of a thread's row r."""
+        return self.others[r - 1] if r and self.others else self
+
+    def query_tile(self, m_block: Int32, queries: int) -> QueryTile:
         """The queries of one tile, inside the sequence."""
-        first = m_block * tile_m
-        last = cutlass.min(first + tile_m, self.seqlen_q) - 1
+        first = m_block * queries
+        last = cutlass.min(first + queries, self.seqlen_q) - 1
         return QueryTile(first, last, **self.uniform)
 
-    def runs(self, m_block: Int32, tile_m: int, tile_n: int) -> Runs:
+    def runs(self, m_block: Int32, queries: int, tile_n: int) -> Runs:
         """The key tiles of one tile of queries: those that need the element mask, then the rest."""
-        tile = self.query_tile(m_block, tile_m)
+        tile = self.query_tile(m_block, queries)
         return visits(self.variant.mask, tile, tile_n, self.captures)
 
-    def scan(self, m_block: Int32, tile_m: int, tile_n: int, table: cute.Tensor | None) -> Scan:
+    def scan(self, m_block: Int32, queries: int, tile_n: int, table: cute.Tensor | None) -> Scan:
         """Decides key tiles one by one for one tile of queries."""
-        tile = self.query_tile(m_block, tile_m)
+        tile = self.query_tile(m_block, queries)
         return scan(self.variant.mask, tile, m_block, tile_n, self.captures, table)
 
     def softmax(self, rows: int, lazy: bool = False) -> OnlineSoftmax | Weights:
@@ -116,9 +145,16 @@ class Elements:
         if self.has_weight:
             return Weights()
         if self.bounded:
-            return BoundedSoftmax(rows, self.sink())
+            return BoundedSoftmax(rows, self.sinks(rows))
         scale = self.scale if self.changes is None else Float32(1.0)
-        return OnlineSoftmax(rows, scale, self.scale_log2, self.sink(), lazy)
+        return OnlineSoftmax(rows, scale, self.scale_log2, self.sinks(rows), lazy)
+
+    def sinks(self, rows: int) -> list[Float32] | None:
+        """The sink of each row."""
+        if self.variant.sink is None:
+            return None
+        found = [each.sink() for each in (self, *self.others)]
+        return found if self.others else found * rows
 
     def sink(self) -> Float32 | None:
         """This head's sink, natural."""
@@ -128,34 +164,73 @@ class Elements:
         index = [self.uniform["h"]] if self.variant.captures[number].dim() else []
         return load(self.captures[number], index, "float")
 
+    def inside(self, m_block: Int32, queries: int, tile_n: int, span: Span) -> Boolean | bool:
+        """Whether what the score function reads evenly lies in its tensors, in a span of tiles.
+
+        True where it reads nothing so. Rows past the sequence count: they are computed as well.
+        """
+        if self.changes is None or not self.changes.unclamped:
+            return True
+        first, end = span
+        corner = m_block * queries, Int32(first * tile_n)
+        found = self.changes.inside(corner, queries, Int32(end - first) * tile_n)
+        for other in self.others:
+            found = found & other.inside(m_block, queries, tile_n, span)
+        return found
+
+    def ahead(self, places: wgmma.Places, corner: tuple[Int32, Int32], masked: bool) -> Memos:
+        """What the score function reads for a tile's elements, before their products are there.
+
+        Elements at equal distances share it: few enough registers to hold it while products run.
+        Where the tile is not `masked`, and `inside` holds, an address is a number behind another.
+        """
+        memos: Memos = {each: ({}, {}) for each in (self, *self.others)}
+        if self.changes is not None and self.changes.evenly_indexed:
+            for r in range(len(places.row_offsets)):
+                of_row = self.of_row(r)
+                for c in range(len(places.col_offsets)):
+                    at = {**of_row.place(places, corner, r, c), "inside": not masked}
+                    of_row.changes.read(at, r, c, memos[of_row][0])
+        return memos
+
+    def place(
+        self, places: wgmma.Places, corner: tuple[Int32, Int32], r: int, c: int
+    ) -> dict[str, Any]:
+        """The positions of one element of this thread, as `Lowering.at` wants them."""
+        first_q, first_k = corner[0] + places.row, corner[1] + places.col
+        ahead_q, ahead_k = places.row_offsets[r], places.col_offsets[c]
+        origin = (first_q, first_k, ahead_q, ahead_k)
+        return {"q": first_q + ahead_q, "k": first_k + ahead_k, "origin": origin, **self.uniform}
+
     def apply(
-        self, acc_s: cute.Tensor, places: wgmma.Places, corner: tuple[Int32, Int32], masked: bool
+        self,
+        acc_s: cute.Tensor,
+        places: wgmma.Places,
+        corner: tuple[Int32, Int32],
+        masked: bool,
+        memos: Memos,
     ) -> None:
         """Scores or weights in place of raw products; with `masked`, nothing for hidden keys.
 
-        Shape: acc_s (rows, cols) of this thread, at `places` within the tile whose first query and
-        key are `corner`.
+        Shape: acc_s (rows, cols) of this thread, at `places`, in queries and keys, within the tile
+        whose first query and key are `corner`; `memos` of the same tile, from `ahead`.
         """
         if not masked and self.changes is None:
             return
-        memo: Memo = ({}, {})
-        first_q, first_k = corner[0] + places.row, corner[1] + places.col
-        queries = [first_q + offset for offset in places.row_offsets]
-        keys = [first_k + offset for offset in places.col_offsets]
+        memos = {each: (dict(a), dict(b)) for each, (a, b) in memos.items()}  # two branches read it
         together = 1 if masked else shared.TOGETHER  # a hidden key's NaN must not reach another
-        for first in range(0, len(keys), together):
-            columns = range(first, min(first + together, len(keys)))
-            for r in range(len(queries)):
-                elements = []
-                for c in columns:
-                    ahead = (places.row_offsets[r], places.col_offsets[c])
-                    at = {"q": queries[r], "k": keys[c], "origin": (first_q, first_k, *ahead)}
-                    elements.append(({**at, **self.uniform}, r, c))
+        n_rows, n_cols = len(places.row_offsets), len(places.col_offsets)
+        for first in range(0, n_cols, together):
+            columns = range(first, min(first + together, n_cols))
+            for r in range(n_rows):
+                of_row = self.of_row(r)
+                memo = memos[of_row]
+                elements = [(of_row.place(places, corner, r, c), r, c) for c in columns]
                 raw = [acc_s[r, c] for c in columns]
-                values = self.changed_together(raw, elements, memo, in_pairs=True)
+                values = of_row.changed_together(raw, elements, memo, in_pairs=True)
                 for value, (at, _, c) in zip(values, elements, strict=True):
                     if masked:
-                        visible = self.visible(at, r, c, memo, in_pairs=True)
+                        visible = self.visible(at, r, c, memos[self], in_pairs=True)
                         value = select(visible, value, self.hidden)
                     acc_s[r, c] = value
 
@@ -193,15 +268,17 @@ class Elements:
     ) -> None:
         """The epilogue function on each output element, in place.
 
-        Shape: acc_o (rows, cols) of this thread, normalised; its rows at `places` below `first_q`.
+        Shape: acc_o (rows, cols) of this thread, normalised; its rows at `places`, in queries,
+        below `first_q`.
         """
         if self.epilogue is None:
             return
-        memo: dict = {}
+        of_rows = [self.of_row(r) for r in range(cute.size(acc_o, mode=[0]))]
+        memos: dict[Elements, dict] = {each: {} for each in of_rows}
         for c in range(cute.size(acc_o, mode=[1])):
-            for r in range(cute.size(acc_o, mode=[0])):
+            for r, of_row in enumerate(of_rows):
                 row = first_q + places.row + places.row_offsets[r]
-                at = {"o": acc_o[r, c], "q": row, **self.uniform}
+                at = {"o": acc_o[r, c], "q": row, **of_row.uniform}
                 if lse is not None:
                     at["lse"] = lse[r]
-                acc_o[r, c] = self.epilogue.at(at, r, c, memo)
+                acc_o[r, c] = of_row.epilogue.at(at, r, c, memos[of_row])

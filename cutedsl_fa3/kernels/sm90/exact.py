@@ -47,17 +47,20 @@ def lost(acc_o: cute.Tensor, lse: list[Float32] | None) -> list[Boolean]:
 class Again:
     """Computes rows of one work tile again.
 
-    Shape: q, k, v (seqlen, dim) of this head in global memory, dims in elements.
+    Shape: q, k, v (rows, dim) of this head in global memory, dims in elements; rows of q are
+    (pack, seqlen_q) where a tile packs heads.
     """
 
-    def __init__(self, elements, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dims: tuple):
-        self.elements = elements
+    def __init__(
+        self, elements, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dims: tuple, pack: int = 1
+    ):
+        self.elements, self.pack = elements, pack
         self.q, self.k, self.v = q, k, v
         self.head_dim, self.head_dim_v = dims
 
     @cute.jit
     def row(self, out, row, lse, thread):
-        """Write what was lost of query `row` to `out` (head_dim_v,), in shared memory.
+        """Write what was lost of row `row` of q to `out` (head_dim_v,), in shared memory.
 
         A first pass over the keys finds what is not finite; a second, if any of it is hidden, sums.
         """
@@ -96,7 +99,7 @@ class Again:
 
         The weight is 0 where it is not asked for, in the first attempt of a variant without score.
         """
-        at = {"q": row, "k": key, **self.elements.uniform}
+        at = {"q": self.query(row), "k": key, **self.elements.uniform}
         visible, p = self.elements.visible(at), Float32(0.0)
         scored = self.elements.variant.score is not None
         if visible and (attempt == 1 or scored):
@@ -117,8 +120,12 @@ class Again:
             a, b = _vector(self.q, row, part), _vector(self.k, key, part)
             for e in cutlass.range_constexpr(VECTOR):
                 raw = cute.math.fma(a[e], b[e], raw)
-        at = {"q": row, "k": key, **self.elements.uniform}
+        at = {"q": self.query(row), "k": key, **self.elements.uniform}
         return self.elements.changed(raw, at)
+
+    def query(self, row: Int32) -> Int32:
+        """The position of a row."""
+        return row if self.pack == 1 else row // self.pack
 
     def whole(self, total: Float32, lse: Float32) -> Float32:
         """The sum of all weights: 1, but for roundings of the LSE."""
@@ -129,7 +136,7 @@ class Again:
         """The epilogue function on one output."""
         if self.elements.epilogue is None:
             return value
-        at = {"o": value, "q": row, **self.elements.uniform}
+        at = {"o": value, "q": self.query(row), **self.elements.uniform}
         return self.elements.epilogue.at(at if lse is None else {**at, "lse": lse}, 0, 0, {})
 
 

@@ -20,7 +20,8 @@
 Shared memory holds q, k, v and o; o takes the place of q where its rows fit into q's, unless there
 is room for both and a CTA has more than one tile of queries.
 
-A work tile is tile_m queries of one head; each consumer warpgroup has 64 of them. A CTA has one, or
+A work tile is tile_m queries of one head, or with `pack` tile_m / pack queries of so many heads
+that read the same keys, row by row; each consumer warpgroup has 64 of its rows. A CTA has one, or
 draws one after the other (pipelines/tickets.py): then the copies of the next run under the products
 and the epilogue of this one. Which key tiles are visited, and which of those need no element mask,
 is found in the mask (variant/bounds.py): every role computes the same runs of tiles from the same
@@ -66,13 +67,14 @@ from cutedsl_fa3.pipelines import (
 )
 from cutedsl_fa3.pipelines.roles import WARP, first_warps, launch_registers
 from cutedsl_fa3.variant.bounds import Runs
-from cutedsl_fa3.variant.describe import ever_full
+from cutedsl_fa3.variant.describe import differs_by_head, ever_full
+from cutedsl_fa3.variant.tiles import candidates
 
 from .elements import Elements
 from .epilogue import Epilogue
 from .exact import Again
 from .mainloop import END, MainLoop
-from .operands import Fragments, Io, fake_args, head_of, heads_last, rows_first
+from .operands import Fragments, Io, fake_args, head_of, heads_last, heads_packed, rows_first
 from .summarise import Summarise
 
 if TYPE_CHECKING:
@@ -85,13 +87,14 @@ SMALL = 64  # head size up to which two warpgroups of consumers do with 232 regi
 
 @dataclass(frozen=True)
 class Work:
-    """A tile of queries of one head, and the key tiles to visit."""
+    """A tile of queries of one head, and the key tiles to visit; `head` counts packs of heads."""
 
     m_block: Int32
     head: Int32
     batch: Int32
     elements: Elements
     runs: Runs
+    inside: Boolean | bool  # whether score functions read within their tensors, in full tiles
 
 
 class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
@@ -124,15 +127,18 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             self.rings["work"] = WordRing(stages=2, words=3)
         self.summarise = None
         if plan.table_shape(1, 1, 1, 1) is not None:
-            self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
+            self.summarise = Summarise(plan.variant.mask, s.queries, s.tile_n)
         # Registers of the consumers that they can spare, for a producer that would spill.
         spare = dv <= SMALL or (d <= SMALL and not plan.by_tile)
         budgets = DRAWING_BUDGETS if s.persistent and spare else TMA_BUDGETS
         producer, consumer = budgets[s.consumers]
+        self.residents = s.residents
         self.roles = {
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
         }
+        if s.residents > 1:
+            self.roles = {"consumer": Role(warps=4 * s.consumers), "producer": Role(warps=1)}
         table = {}
         if s.store == "tma":
             table["strip"] = Barrier(wgmma.WARPGROUP, copies=s.consumers)
@@ -165,7 +171,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
                 f"tile_m = {s.tile_m} with consumers = {s.consumers}: the forward gives each "
                 f"consumer warpgroup {wgmma.ROWS} rows; use tile_m={wgmma.ROWS * s.consumers}"
             )
-        cols, granted = max(s.tile_n, self.head_dim_v), launch_registers(self.threads)
+        cols, granted = max(s.tile_n, self.head_dim_v), launch_registers(self.threads, s.residents)
         if cols // 2 + BESIDE > granted:
             raise ScheduleError(
                 f"consumers = {s.consumers}: a product of {cols} columns needs {cols // 2} and "
@@ -176,6 +182,11 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             raise ScheduleError(
                 f"cluster = {s.cluster}: the forward's CTAs visit key tiles of their own and share "
                 "none; use (1, 1)"
+            )
+        if s.pack > 1 and differs_by_head(self.plan.variant.mask):
+            raise ScheduleError(
+                f"pack = {s.pack}: the mask reads h, and all heads of a tile visit the same key "
+                "tiles; use pack=1"
             )
         super().check()
 
@@ -215,26 +226,29 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
 
     def fake_args(self) -> tuple:
         """Stand-ins for the arguments of `host`: any lengths, heads, batch and strides."""
-        captures = Elements.fake_captures(self.plan.variant, self.plan.pairs) or None
-        return fake_args(self.plan, captures)
+        return fake_args(self.plan, Elements.fake_captures(self.plan.variant))
 
     @cute.jit
-    def host(self, q, k, v, o, lse, captures, table, visits, counter, ctas, scale, stream):
+    def host(self, q, k, v, o, lse, captured, table, visits, counter, ctas, scale, stream):
         """Make the tensor maps and launch a CTA for each tile of queries of each head.
 
         Persistent CTAs are at most `ctas`, and share `counter`, which is 0 before and after.
         """
         s = self.schedule
         q, k, v, o = (heads_last(t) for t in (q, k, v, o))
+        lse = None if lse is None else rows_first(lse)
+        lengths = (q.shape[0], k.shape[0])
+        q, o, lse = (t if t is None else heads_packed(t, s.pack) for t in (q, o, lse))
+        captures = Elements.given_captures(self.plan.variant, self.plan.pairs, captured)
         if cutlass.const_expr(self.summarise is not None):
-            self.summarise.launch(captures, table, q.shape[0], k.shape[0], stream)
+            self.summarise.launch(captures, table, *lengths, stream)
         io = Io(
             tuple(self.tiles["q"].load_atom(q)),
             tuple(self.tiles["k"].load_atom(k)),
             tuple(self.tiles["v"].load_atom(v)),
             tuple(self.strip.store_atom(o)) if s.store == "tma" else (None, o),
             (q, k, v) if self.repairs else None,
-            None if lse is None else rows_first(lse),
+            lse,
             captures,
             table,
             visits,
@@ -248,28 +262,42 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
 
     def work_tiles(self, io: Io) -> Int32:
         """How many work tiles there are."""
-        seqlen_q, _, heads, batches = io.q[1].shape
-        return self.order.tiles(cute.ceil_div(seqlen_q, self.schedule.tile_m), heads * batches)
+        _, _, heads, batches = io.q[1].shape
+        return self.order.tiles(self.m_blocks(io), heads * batches)
+
+    def seqlen_q(self, io: Io) -> Int32:
+        """The length of a sequence of queries."""
+        rows = io.q[1].shape[0]
+        return rows if self.schedule.pack == 1 else rows[1]
+
+    def m_blocks(self, io: Io) -> Int32:
+        """Work tiles of a head, or of heads that share them."""
+        return cute.ceil_div(self.seqlen_q(io), self.schedule.queries)
 
     def place(self, io: Io, index: Int32) -> tuple[Int32, Int32, Int32]:
         """(m_block, head, batch) of a work tile."""
-        seqlen_q, _, heads, batches = io.q[1].shape
-        m_blocks = cute.ceil_div(seqlen_q, self.schedule.tile_m)
-        m_block, head_of_all = self.order.at(index, m_blocks, heads * batches, cutlass.min)
+        _, _, heads, batches = io.q[1].shape
+        m_block, head_of_all = self.order.at(index, self.m_blocks(io), heads * batches, cutlass.min)
         batch = head_of_all // heads
         return m_block, head_of_all - batch * heads, batch
 
-    def work(self, io: Io, m_block: Int32, head: Int32, batch: Int32) -> Work:
-        """A work tile, computed alike by every role."""
-        lengths = (io.q[1].shape[0], io.k[1].shape[0])
+    def work(self, io: Io, m_block: Int32, head: Int32, batch: Int32, inside: tuple = (0,)) -> Work:
+        """A work tile, computed alike by every role.
+
+        `inside` are heads of the pack, as `Fragments.heads`; key tiles do not depend on them.
+        """
+        s, lengths = self.schedule, (self.seqlen_q(io), io.k[1].shape[0])
         variant, pairs = self.plan.variant, self.plan.pairs
-        place, bounded = (batch, head), self.plan.bounded
+        heads = head if s.pack == 1 else tuple(head * s.pack + each for each in inside)
+        place, bounded = (batch, heads), self.plan.bounded
         elements = Elements(variant, io.captures, io.scale, place, lengths, pairs, bounded)
-        runs = elements.runs(m_block, self.schedule.tile_m, self.schedule.tile_n)
-        return Work(m_block, head, batch, elements, runs)
+        runs = elements.runs(m_block, s.queries, s.tile_n)
+        full = runs if self.plan.by_tile else Runs((), runs.full, runs.ints)
+        within = elements.inside(m_block, s.queries, s.tile_n, candidates(full))
+        return Work(m_block, head, batch, elements, runs, within)
 
     def kv_head(self, io: Io, head: Int32) -> Int32:
-        """The head of K and V that a head of queries reads."""
+        """The head of K and V that a head of queries, or a pack of them, reads."""
         return head // (io.q[1].shape[2] // io.k[1].shape[2])
 
     @cute.jit
@@ -365,7 +393,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         s = self.schedule
         load_q, load_k, load_v = loads
         ring_q, ring_k, ring_v, visits = ports.q, ports.k, ports.v, ports.visits
-        scan = w.elements.scan(w.m_block, s.tile_m, s.tile_n, io.table)
+        scan = w.elements.scan(w.m_block, s.queries, s.tile_n, io.table)
         first, end, decide = scan.first, scan.end, scan.decide
         lane = cute.arch.lane_idx()
         before = Int32(END)  # the tile whose V is still to be loaded
@@ -410,7 +438,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             visits = ports.visits if self.plan.by_tile else None
             work, m_block, head, batch = take(ports.work, smem.work)
             while m_block != END:
-                w = self.work(io, m_block, head, batch)
+                w = self.work(io, m_block, head, batch, f.heads)
                 ends = SimpleNamespace(q=ring_q, k=ring_k, v=ring_v, visits=visits)
                 ring_q, ring_k, ring_v, visits = self.attend(io, smem, w, f, turns, ends, thread)
                 work, m_block, head, batch = take(work, smem.work)
@@ -419,7 +447,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
                     self.stored()
         else:
             index, _, _ = cute.arch.block_idx()
-            w = self.work(io, *self.place(io, index))
+            w = self.work(io, *self.place(io, index), f.heads)
             self.attend(io, smem, w, f, turns, ports, thread)
 
     @cute.jit
@@ -453,9 +481,11 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
                 q.release()
         return ring_q, ring_k, ring_v, visits
 
-    def again(self, io: Io, w: Work) -> Again:
-        """What computes rows of this work tile again, from global memory."""
+    def again(self, io: Io, w: Work, row: Int32) -> Again:
+        """What computes a row of this work tile again, from global memory."""
         q = io.plain[0][None, None, w.head, w.batch]
         k, v = (t[None, None, self.kv_head(io, w.head), w.batch] for t in io.plain[1:])
-        problem = self.plan.problem
-        return Again(w.elements, q, k, v, (problem.head_dim, problem.head_dim_v))
+        problem, pack, elements = self.plan.problem, self.schedule.pack, w.elements
+        if elements.others:
+            elements = elements.of_head(w.head * pack + row % pack)
+        return Again(elements, q, k, v, (problem.head_dim, problem.head_dim_v), pack)

@@ -6,7 +6,8 @@ One consumer's view of step j (MMAs are issued, then run while the warpgroup goe
     intra     QK(j+1), PV(j) running under softmax(j+1)
     pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
 
-Tiles that need the element mask come first, in a loop of their own. Where the visible tiles follow
+Tiles that need the element mask come first, in a loop of their own, and with them all tiles of a
+work tile for which a score function reads beside its tensors. Where the visible tiles follow
 from a few integers every role computes them (`along_runs`), and a warpgroup passes over the first
 ones as long as its own rows see none of their keys; where the producer decides tile by tile the
 consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the last.
@@ -20,6 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import Turns, take
+from cutedsl_fa3.variant.lower import select
 
 END = -1
 
@@ -59,12 +61,13 @@ class MainLoop:
                             pass_turn(turns)
                     ring_k = self.first_scores(w, f, softmax, ring_k, n_block, first < partial)
             start = first + 1 if s.intra else first
-            for j in cutlass.range(start, partial, unroll=1):
+            careful = partial if w.inside is True else select(w.inside, partial, total)
+            for j in cutlass.range(start, careful, unroll=1):
                 n_block = w.runs.n_block(j)
-                self.record(io, w, j, n_block, True)
+                self.record(io, w, j, n_block, j < partial)
                 ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, True)
             if cutlass.const_expr(self.ever_full):
-                for j in cutlass.range(cutlass.max(partial, start), total, unroll=1):
+                for j in cutlass.range(cutlass.max(careful, start), total, unroll=1):
                     n_block = w.runs.n_block(j)
                     self.record(io, w, j, n_block, False)
                     ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, False)
@@ -80,8 +83,9 @@ class MainLoop:
         """
         s = self.schedule
         strip = w.m_block * s.consumers + group
-        runs = w.elements.runs(strip, wgmma.ROWS, s.tile_n)
-        inside = strip * wgmma.ROWS < w.elements.seqlen_q
+        queries = wgmma.ROWS // s.pack
+        runs = w.elements.runs(strip, queries, s.tile_n)
+        inside = strip * queries < w.elements.seqlen_q
         partial, total = w.runs.n_partial, w.runs.n_total
         j, n_block = cutlass.Int32(0), cutlass.Int32(w.runs.n_block(0))
         while (j < total) & ((inside & runs.has(n_block)) ^ True):
@@ -116,8 +120,9 @@ class MainLoop:
                 ring_k = self.first_scores(w, f, softmax, ring_k, word // 2, word % 2 == 1)
                 ring_visits, word = take(ring_visits, words)
                 j += 1
-            while word != END and word % 2 == 1:
-                self.record(io, w, j, word // 2, True)
+            anywhere = False if w.inside is True else w.inside ^ True
+            while word != END and (word % 2 == 1) | anywhere:
+                self.record(io, w, j, word // 2, word % 2 == 1)
                 ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, word // 2, True)
                 ring_visits, word = take(ring_visits, words)
                 j += 1
@@ -133,12 +138,13 @@ class MainLoop:
         """S and P of the first tile, which nothing overlaps."""
         slot = ring_k.wait_and_advance()
         acc_s = f.multiply_qk(slot)
+        memos = self.ahead(w, f, n_block, masked=True)  # for both
         warpgroup.wait_group(0)
         slot.release()
         if masked:
-            self.modify(w, f, acc_s, n_block, masked=True)
+            self.modify(w, f, acc_s, n_block, True, memos)
         else:
-            self.modify(w, f, acc_s, n_block, masked=False)
+            self.modify(w, f, acc_s, n_block, False, memos)
         softmax.step(wgmma.as_rows_cols(acc_s))
         f.round_p(acc_s)
         return ring_k
@@ -154,9 +160,10 @@ class MainLoop:
         f.multiply_pv(slot_v)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
+        memos = self.ahead(w, f, n_block, masked)
         warpgroup.wait_group(1)
         slot_k.release()
-        self.modify(w, f, acc_s, n_block, masked)
+        self.modify(w, f, acc_s, n_block, masked, memos)
         softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early)
         warpgroup.wait_group(0)
         slot_v.release()
@@ -182,9 +189,10 @@ class MainLoop:
         acc_s = f.multiply_qk(slot_k)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
+        memos = self.ahead(w, f, n_block, masked)
         warpgroup.wait_group(0)
         slot_k.release()
-        self.modify(w, f, acc_s, n_block, masked)
+        self.modify(w, f, acc_s, n_block, masked, memos)
         softmax.step(wgmma.as_rows_cols(acc_s))
         f.round_p(acc_s)
         softmax.rescale(f.output)
@@ -194,11 +202,18 @@ class MainLoop:
         slot_v.release()
         return ring_k, ring_v
 
-    def modify(self, w, f, acc_s, n_block, masked):
+    def ahead(self, w, f, n_block, masked):
+        """What the score function reads for one tile: it waits for memory while products run."""
+        return w.elements.ahead(f.queries, self.corner(w, n_block), masked)
+
+    def modify(self, w, f, acc_s, n_block, masked, memos):
         """Score and mask of one tile, in place."""
-        s = self.schedule
-        corner = (w.m_block * s.tile_m, n_block * s.tile_n)
-        w.elements.apply(wgmma.as_rows_cols(acc_s), f.places, corner, masked)
+        corner = self.corner(w, n_block)
+        w.elements.apply(wgmma.as_rows_cols(acc_s), f.queries, corner, masked, memos)
+
+    def corner(self, w, n_block):
+        """The first query and key of a tile."""
+        return w.m_block * self.schedule.queries, n_block * self.schedule.tile_n
 
     @cute.jit
     def record(self, io, w, j, n_block, masked):

@@ -24,12 +24,13 @@ AT_ONCE = 8  # scores that are rounded together
 class Io:
     """What the kernel reads and writes.
 
-    Shape: q, k, v, o as (seqlen, head_dim, heads, batch) with their TMA atoms, o without where it
-    is stored from registers; plain: q, k, v
-    without, where rows may have to be computed again; lse (seqlen_q, heads, batch) fp32, None for
-    weights without one; captures in the variant's order; table as variant/summaries.py has it;
-    visits (batch, heads, m_blocks, n_blocks + 1) in a build that traces them; counter (1,), from
-    which persistent CTAs draw their tiles.
+    Shape: q, k, v, o as (rows, head_dim, heads, batch) with their TMA atoms, o without where it
+    is stored from registers; plain: q, k, v without, where rows may have to be computed again; lse
+    (rows, heads, batch) fp32, None for weights without one. Rows are positions; of q, o and lse,
+    where a tile packs heads, (pack, seqlen_q), and heads are then packs of them. captures in the
+    variant's order; table as variant/summaries.py has it; visits (batch, heads, m_blocks,
+    n_blocks + 1) in a build that traces them; counter (1,), from which persistent CTAs draw their
+    tiles.
     Units: scale is natural (raw product -> score).
     """
 
@@ -46,16 +47,18 @@ class Io:
     scale: Float32
 
 
-def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
+def fake_args(plan: Plan, captured: tuple | None) -> tuple:
     """Stand-ins for the arguments of `host`, of any lengths, heads, batch and strides.
 
-    (q, k, v, o, lse, captures, table, visits, counter, ctas, scale, stream), None for what the
-    plan has not.
+    (q, k, v, o, lse, captured, table, visits, counter, ctas, scale, stream), None for what the
+    plan has not. `captured` is as `inputs.as_numbers` makes it; no launch checks it.
     """
     problem = plan.problem
     dtype, d, dv = problem.element, problem.head_dim, problem.head_dim_v
     aligned = 16 // (dtype.width // 8)
-    batch, heads, kv_heads, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(5))
+    pack = plan.schedule.pack
+    batch, kv_heads, seqlen_q, seqlen_k = (cute.sym_int() for _ in range(4))
+    heads = cute.sym_int() if pack == 1 else cute.sym_int(divisibility=pack)
 
     def tensor(seqlen: cute.SymInt, heads: cute.SymInt, dim: int) -> cute.Tensor:
         strides = (*(cute.sym_int64(divisibility=aligned) for _ in range(3)), 1)
@@ -81,7 +84,7 @@ def fake_args(plan: Plan, captures: tuple[cute.Tensor, ...] | None) -> tuple:
         tensor(seqlen_k, kv_heads, dv),
         tensor(seqlen_q, heads, dv),
         words(Float32, 3, (batch, heads, seqlen_q)) if plan.variant.has_lse else None,
-        captures,
+        captured,
         per_block and table(per_block[3]),
         words(Int32, 4) if plan.trace else None,
         one_word() if persistent else None,
@@ -101,17 +104,45 @@ def heads_last(t: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
 
 
+def heads_packed(t: cute.Tensor, pack: int) -> cute.Tensor:
+    """(seqlen, ..., heads, batch) -> ((pack, seqlen), ..., heads / pack, batch).
+
+    Row query * pack + head of a pack is that query of that head.
+    """
+    if pack == 1:
+        return t
+    (seqlen, *inner, heads, batch), (along, *within, apart, far) = t.shape, t.stride
+    shape = ((pack, seqlen), *inner, heads // pack, batch)
+    stride = ((apart, along), *within, apart * pack, far)
+    return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=stride))
+
+
 def head_of(source: tuple, head: Int32, batch: Int32) -> tuple:
     """The (atom, coordinates) of one head."""
     atom, gmem = source
     return atom, gmem[None, None, head, batch]
 
 
+def unpacked(places: wgmma.Places, pack: int) -> tuple[wgmma.Places, tuple]:
+    """Places with rows counted in queries, and the heads of the rows: of all, or of each.
+
+    An offset of 8 rows, the only one, never carries from heads to queries: a thread's first row has
+    no 8 in it.
+    """
+    if pack == 1:
+        return places, (0,)
+    heads = dict.fromkeys(offset % pack for offset in places.row_offsets)
+    offsets = tuple(offset // pack for offset in places.row_offsets)
+    queries = wgmma.Places(places.row // pack, places.col, offsets, places.col_offsets)
+    return queries, tuple(places.row % pack + head for head in heads)
+
+
 class Fragments:
     """One consumer thread's operands and accumulators, with the two products on them.
 
     `output` is acc_o as (rows, cols) of this thread; `places` says where its scores lie in the
-    tile. CuTe calls these tSrQ, tSrK, tOrP, tOrV.
+    tile, `queries` the same in queries and keys, `heads` which of the packed heads its rows are of:
+    one for all of its rows, or one for each. CuTe calls these tSrQ, tSrK, tOrP, tOrV.
     """
 
     def __init__(
@@ -130,6 +161,7 @@ class Fragments:
         self.p = cute.make_rmem_tensor(self.qk.partition_shape_C((s.tile_m, s.tile_n)), dtype)
         self.output = wgmma.as_rows_cols(self.acc_o)
         self.places = wgmma.places(self.qk, s.tile_m, s.tile_n, thread)
+        self.queries, self.heads = unpacked(self.places, s.pack)
 
     def multiply_qk(self, slot) -> cute.Tensor:
         """Issue S = Q K^T into a fresh acc_s, so that no registers are held for it in between."""

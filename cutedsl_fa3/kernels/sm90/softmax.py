@@ -26,7 +26,7 @@ nothing is normalised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import cutlass
 import cutlass.cute as cute
@@ -44,8 +44,8 @@ class OnlineSoftmax:
     """Running maximum and sum of the rows that one thread holds.
 
     Units: `row_max` is in units of acc_s; `row_sum` covers this thread's columns until `finish`;
-    `scale` and `scale_log2` turn acc_s into a natural and a base-2 logarithm; `sink` is natural,
-    None where there is no sink.
+    `scale` and `scale_log2` turn acc_s into a natural and a base-2 logarithm; `sinks` are natural,
+    one for each row, None where there is no sink.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class OnlineSoftmax:
         rows: int,
         scale: Float32,
         scale_log2: Float32,
-        sink: Float32 | None = None,
+        sinks: Sequence[Float32] | None = None,
         lazy: bool = False,
     ) -> None:
         self.rows, self.lazy = rows, lazy
         self.scale, self.scale_log2 = scale, scale_log2
-        self.sink = sink
+        self.sinks = sinks
         self.row_max = cute.make_rmem_tensor(rows, Float32)
         self.row_sum = cute.make_rmem_tensor(rows, Float32)
         self.alpha = cute.make_rmem_tensor(rows, Float32)
@@ -155,23 +155,24 @@ class OnlineSoftmax:
             origin = self.row_max[r] * self.scale_log2
             value, size = (origin + log2(total)) * LN_2, absolute(origin)
             natural = self.row_max[r] * self.scale
-            if self.sink is not None:
-                inverse, value, size, total = self._with_sink(origin, total)
-                natural = cute.arch.fmax(natural, self.sink)
+            sink = None if self.sinks is None else self.sinks[r]
+            if sink is not None:
+                inverse, value, size, total = self._with_sink(sink, origin, total)
+                natural = cute.arch.fmax(natural, sink)
             value = select(size >= FAR, natural + log2(total) * LN_2, value)
             for c in range(cute.size(acc_o, mode=[1])):  # 0 even where a hidden value is not finite
                 acc_o[r, c] = select(empty, Float32(0.0), acc_o[r, c] * inverse)
-            alone = -Float32.inf if self.sink is None else self.sink
+            alone = -Float32.inf if sink is None else sink
             lse.append(select(empty, alone, value))
         return lse
 
-    def _with_sink(self, origin: Float32, total: Float32) -> tuple[Float32, ...]:
+    def _with_sink(self, natural: Float32, origin: Float32, total: Float32) -> tuple[Float32, ...]:
         """What acc_o is multiplied by, LSE, size of the greater logit and the sum relative to it.
 
         Logits are held within fp32 here; -inf, for no sink, and NaN stay what they are.
         """
-        sink = _held(self.sink * LOG2_E)
-        sink = select(self.sink == -Float32.inf, self.sink, sink)
+        sink = _held(natural * LOG2_E)
+        sink = select(natural == -Float32.inf, natural, sink)
         origin = _held(origin)
         highest = cute.arch.fmax(origin, sink)
         shrink = exp2(origin - highest)
@@ -180,15 +181,15 @@ class OnlineSoftmax:
 
 
 def finished(value: Float32) -> None:
-    """Keep the computation of a value that is not below 0 in front of the next wait.
+    """Keep the computation of a sum in front of the next wait.
 
     ptxas moves a wait for WGMMA up to where its operands are needed no more, and computes behind it
-    what could have run meanwhile. It leaves a volatile store where it is, even one that the value's
-    sign forbids.
+    what could have run meanwhile. It leaves a volatile store where it is, even one under a
+    condition that no sum meets: to be a NaN of a pattern that arithmetic does not make.
     """
     cute.arch.inline_ptx(
-        "{ .reg .pred below; .reg .b32 address; mov.b32 address, 0; "
-        "setp.lt.f32 below, {$r0}, 0f00000000; @below st.volatile.shared.f32 [address], {$r0}; }",
+        "{ .reg .pred odd; .reg .b32 bits, address; mov.b32 bits, {$r0}; mov.b32 address, 0; "
+        "setp.eq.u32 odd, bits, 0x7f800001; @odd st.volatile.shared.b32 [address], bits; }",
         read_only_args=[value],
     )
 
@@ -203,7 +204,16 @@ class Weights:
     """Weights that a variant's function has made of the scores; no row is normalised."""
 
     def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
-        """Nothing: acc_s holds the weights already."""
+        """acc_s holds the weights already; `early` eighths of them come before the next wait.
+
+        Shape: acc_s (rows, cols) of this thread.
+        """
+        for r in range(cute.size(acc_s, mode=[0])):
+            known = Float32(0.0)
+            for c in range(cute.size(acc_s, mode=[1]) * early // EIGHTHS):
+                known = known + acc_s[r, c]
+            if early:
+                finished(known)
 
     def rescale(self, acc_o: cute.Tensor) -> None:
         """Nothing: later keys do not change the weight of earlier ones."""

@@ -106,6 +106,8 @@ class Alike(Repairs, WarpSpecialized):
             raise ScheduleError(
                 "variant: the ladder takes plain attention and masks of positions, such as causal"
             )
+        if self.schedule.pack != 1:
+            raise ScheduleError(f"pack = {self.schedule.pack}: the ladder's tiles are of one head")
         if not self.tiles["q"].holds_rows_of(self.tiles["o"]):
             raise ScheduleError(f"head_dim_v = {self.head_dim_v}: O must fit in the place of Q")
         check_registers(self.roles)
@@ -177,7 +179,8 @@ class Alike(Repairs, WarpSpecialized):
     def modify(self, w: Work, f: object, acc_s: cute.Tensor, n_block: Int32, masked: bool) -> None:
         """The mask of one tile, in place; acc_s (rows, cols) of this thread."""
         corner = (w.m_block * self.schedule.tile_m, n_block * self.schedule.tile_n)
-        w.elements.apply(acc_s, f.places, corner, masked)
+        memos = w.elements.ahead(f.places, corner, masked)
+        w.elements.apply(acc_s, f.places, corner, masked, memos)
 
     @cute.jit
     def finish(self, io, smem, w, f, softmax, thread):
@@ -188,7 +191,7 @@ class Alike(Repairs, WarpSpecialized):
         f.write(smem.o, thread)
         if cutlass.const_expr(self.repairs):
             first = w.m_block * self.schedule.tile_m
-            self.repair(io, w, f, smem.o, first, spoilt, lse, thread)
+            self.repair(io, w, f.places, smem.o, first, spoilt, lse, thread)
         self.store_o(io, smem, w, thread)
         lse_row = io.lse[None, w.head, w.batch]
         for r in cutlass.range_constexpr(len(lse)):
@@ -196,7 +199,7 @@ class Alike(Repairs, WarpSpecialized):
             if thread % 4 == 0 and row < io.lse.shape[0]:
                 lse_row[row] = lse[r]
 
-    def again(self, io: Io, w: Work) -> Again:
+    def again(self, io: Io, w: Work, row: Int32) -> Again:
         """What computes rows of this work tile again, from global memory."""
         q = io.q[None, None, w.head, w.batch]
         k, v = (t[None, None, w.kv_head, w.batch] for t in (io.k, io.v))
