@@ -186,6 +186,38 @@ def test_finite_differences_in_full_of_gradients_of_all_kinds():
     assert torch.autograd.gradcheck(lambda *t: twin(*t, variant), given)
 
 
+def test_finite_differences_of_captured_tensors():
+    """Values and steps that fp32 holds exactly, since a captured tensor is read in it."""
+    step = 2.0**-11
+    table, gain = torch.arange(-3, 4) / 8, torch.tensor(0.75)
+    sink, gate = torch.tensor([0.5, -1.0]), torch.tensor([1.5, 0.5])
+    variant = Variant(
+        lambda s, b, h, q, k: torch.tanh(s * gain) + table[k - q + 3],
+        masks.window(2, 2),
+        OnlineSoftmax(sink),
+        lambda o, lse, b, h, q: o * torch.sigmoid(lse * gate[h]),
+    )
+    q, k, v = wide(1, 4, 4, 2, 1, 8, 8)
+    do, dlse = upstream_of(q, v, variant)
+    found = of_twin(q, k, v, variant, (do, dlse), (2, 2))
+
+    def total() -> float:
+        out, lse = reference.attention_with_lse(q, k, v, variant, dtype=F64)
+        return ((do * out).sum() + (dlse * lse).sum()).item()
+
+    for number, t in enumerate(variant.captures):
+        for place in range(t.numel()):
+            flat = t.view(-1)
+            sides = []
+            for change in (step, -2 * step, step):  # the last one restores it
+                flat[place] += change
+                sides.append(total())
+            slope = (sides[0] - sides[1]) / (2 * step)
+            assert found[f"t{number}"].view(-1)[place].item() == pytest.approx(
+                slope, rel=1e-5, abs=1e-5
+            )
+
+
 # At the input types: at most twice torch's error, plus one rounding.
 
 
@@ -329,7 +361,7 @@ def test_a_sink_of_any_size_gets_a_finite_gradient(sink):
         hold_equal(found, of_reference(q, k, v, variant, upstream))
 
 
-def test_a_shared_memory_of_fp16_holds_large_gradients_of_captured_tensors():
+def test_gradients_of_captured_tensors_are_added_up_in_fp32_beside_fp16_inputs():
     """8,192 pairs of gradient about 1: fp16 sums would stop at 2,048."""
     shift = torch.zeros(())
     variant = Variant(lambda s, b, h, q, k: s + shift, softmax=Elementwise(lambda s: s))
