@@ -124,6 +124,21 @@ def test_which_captured_tensors_have_a_gradient_is_known_without_running():
     assert backward.differentiable(Variant()) == frozenset()
 
 
+def test_only_tiles_that_meet_are_worked_on_and_only_some_of_them_masked(monkeypatch):
+    """Causal, 4 by 4 tiles: 10 meet, and the mask is applied in the 4 on the diagonal."""
+    worked: list[tuple[int, int, bool]] = []
+    add = backward._Tile.add
+
+    def noted(self: Any, dq: Any, dk: Any, dv: Any, masked: torch.Tensor) -> None:
+        worked.append((self.queries.start // 16, self.keys.start // 16, bool(masked.any())))
+        add(self, dq, dk, dv, masked)
+
+    monkeypatch.setattr(backward._Tile, "add", noted)
+    check_exactly(Variant(mask=masks.causal), 1, 64, 64, 2, 1, 8, 8, tile=(16, 16))
+    wanted = [(m, n, m == n) for n in range(4) for m in range(n, 4)]
+    assert worked == wanted
+
+
 # Finite differences.
 
 
