@@ -67,9 +67,7 @@ def variants(heads):
         "sinks": Variant(mask=causal, softmax=OnlineSoftmax(sinks)),
         "capped, sinks": Variant(scores.softcap(20.0), causal, OnlineSoftmax(sinks)),
         "gated": Variant(mask=causal, epilogue=lambda o, lse, b, h, q: o * slopes[h] + q),
-        "weights": Variant(
-            lambda s, b, h, q, k: s - slopes[h], causal, Elementwise(torch.sigmoid)
-        ),
+        "weights": Variant(lambda s, b, h, q, k: s - slopes[h], causal, Elementwise(torch.sigmoid)),
     }
 
 
