@@ -33,7 +33,7 @@ from .inputs import (
 from .pipelines import Schedule
 from .plans import Plan
 from .problem import Problem
-from .schedules import default_schedule, packed
+from .schedules import default_schedule, together
 from .variant import Variant
 from .variant.evaluate import evaluate
 from .variant.pairs import dense, pairs
@@ -57,6 +57,10 @@ class Launcher:
 # By variant: a variant and the tensors that it captures may be freed meanwhile, so neither keys nor
 # values refer to them.
 _launchers: weakref.WeakKeyDictionary[Variant, dict[tuple, Launcher]] = weakref.WeakKeyDictionary()
+
+# The table's schedules of variants that were called with grouped heads, by type and head sizes,
+# and those with heads that share a tile.
+_defaults: weakref.WeakKeyDictionary[Variant, dict[tuple, Schedule]] = weakref.WeakKeyDictionary()
 
 current_device = torch.cuda.current_device
 empty_like = torch.empty_like
@@ -260,9 +264,15 @@ def packed_schedule(
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads == kv_heads:
         return None
-    default = default_schedule(variant, Problem(NAMES[q.dtype], q.shape[3], v.shape[3]))
-    found = packed(default, variant, q.shape[1], heads, kv_heads)
-    return None if found == default else found
+    known, kind = _defaults.setdefault(variant, {}), (q.dtype, q.shape[3], v.shape[3])
+    if kind not in known:  # looking at a variant's functions takes longer than a launch
+        known[kind] = default_schedule(variant, Problem(NAMES[q.dtype], *kind[1:]))
+    pack = together(known[kind].tile_m, variant, q.shape[1], heads, kv_heads)
+    if pack == 1:
+        return None
+    if (*kind, pack) not in known:
+        known[*kind, pack] = replace(known[kind], pack=pack)
+    return known[*kind, pack]
 
 
 def planned(

@@ -167,12 +167,17 @@ def packed(
 
     They are as many as a power of 2 divides their number; the fewest work tiles come of that.
     """
+    pack = together(schedule.tile_m, variant, seqlen_q, heads, kv_heads)
+    return schedule if pack == 1 else replace(schedule, pack=pack)
+
+
+def together(tile_m: int, variant: Variant, seqlen_q: int, heads: int, kv_heads: int) -> int:
+    """How many heads share a tile of so many rows."""
     pack = largest_pack(heads, kv_heads)
     if pack == 1 or differs_by_head(variant.mask):
-        return schedule
-    together = replace(schedule, pack=pack)
-    few, many = (-(-seqlen_q // each.queries) for each in (together, schedule))
-    return together if few <= FEWER * many * pack else schedule
+        return 1
+    few, many = -(-seqlen_q // (tile_m // pack)), -(-seqlen_q // tile_m) * pack
+    return pack if few <= FEWER * many else 1
 
 
 def largest_pack(heads: int, kv_heads: int) -> int:
