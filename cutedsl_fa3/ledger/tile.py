@@ -12,7 +12,9 @@
 
 A warp goes through the steps one after the other, each as long as the pipe that it takes longest;
 the warpgroups' products run beside them. How much of the shorter of the two stays hidden is the
-schedule's doing, and a fitted number (fit.py).
+schedule's doing, and a fitted number (fit.py). CTAs that an SM has at a time share its pipes as
+warpgroups do: a tile costs the SM as much as if it were alone, and lasts as many times longer
+(launch.py).
 """
 
 from __future__ import annotations
@@ -135,9 +137,11 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
             "FSEL": 3 * rows,
         }
         found["rescale"] = {"FMUL": outputs + 2 * rows, "FFMA": rows}
+    elif s.intra and s.early:
+        found["weights"] = {"FADD": scores * s.early // 8}  # a sum that holds them before the wait
     found["rounding"] = {"F2FP": scores / 2}
-    again = products if plan.schedule.persistent else 0  # addresses made uniform once more
-    vote = 12 if plan.schedule.lazy else 0
+    again = products if s.persistent else 0  # addresses made uniform once more
+    vote = 12 if s.lazy else 0
     word = 24 if plan.by_tile else 0  # which tile, from the producer
     bookkeeping = 45 + 3 * products + again + vote + word
     found["waits"] = {"HGMMA": products, "bookkeeping": bookkeeping}
