@@ -334,6 +334,36 @@ def _tune_table(how: Timed, read: Path | None, workers: int, variants: Sequence[
     _say(evidence.summary(record.Record.read(read)))
 
 
+@measuring("leads")
+def run_leads(
+    how: Timed,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that compile; default: the cores.")
+    ] = None,
+    read: Annotated[
+        bool, typer.Option(help="Measure nothing: write the page of the newest record.")
+    ] = False,
+) -> None:
+    """Time what was tried to make the forward faster, write a record and the page of it."""
+    need_compiler()
+    from . import evidence, leads, record, tuning
+
+    if not read:
+        how = how if how.rounds else replace(how, rounds=5)
+        with _refusals():
+            meta = how.meta()
+        plans = evidence.compiled_ahead(leads.plans(), workers or os.cpu_count() or 1, _say)
+        measured = tuning.run(plans, how.timing, report=_say, seed=how.seed)
+        how.keep("leads", measured, meta)
+    if read or how.out is None:
+        newest = record.newest(kind="leads")
+        if newest is None:
+            typer.echo("refused: there is no record of leads; measure them on a GPU", err=True)
+            raise typer.Exit(1)
+        leads.PAGE.write_text(leads.page(newest))
+        _say(f"written: {leads.PAGE}")
+
+
 def _everything(how: Timed, kinds: str) -> None:
     """Each kind of record in turn, in bursts and where asked for sustained; tables and bars."""
     chosen = kinds.split(",")

@@ -80,6 +80,7 @@ def attention_with_visits(
 
 
 @torch.no_grad()
+@torch.autocast("cpu", enabled=False)
 def run(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Emulated:
     """The plan's result for tensors that were checked; any strides, any sizes, 0 among them.
 

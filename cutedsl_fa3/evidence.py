@@ -36,6 +36,7 @@ VARIANTS = {
 SEQLEN = 8192
 NEAR = 2  # values of a field on each side of the chosen one
 FEWER_KEYS = (0, 16, 48)  # a third warpgroup has fewer registers: it is tried with fewer keys too
+ALONE = 128  # keys of a tile whose CTA has a multiprocessor for itself
 HOLDS = 1.01  # a chosen row may be this much slower than the best alternative
 WIDTH = 36  # characters of a reason, so that a row of the table is a line
 
@@ -74,7 +75,8 @@ def cases(row: Row) -> list[Case]:
 def alternatives(row: Row, case: Case) -> list[Schedule]:
     """The row's schedule for a case, then the legal ones that are measured beside it.
 
-    They differ in one field that rows choose; a third warpgroup may have fewer keys besides. Plain
+    They differ in one field that rows choose; a third warpgroup may have fewer keys besides, and
+    more warpgroups have a multiprocessor for themselves. Plain
     causal is also tried with other groups of heads.
     """
     variant, problem = _variant(case), Problem(*case.problem)
@@ -83,8 +85,9 @@ def alternatives(row: Row, case: Case) -> list[Schedule]:
     for field in (name for name in CHOSEN if name in VALUES and name != "consumers"):
         wanted += [{field: value} for value in _near(VALUES[field], getattr(base, field))]
     for consumers in {2, 3} - {base.consumers}:
-        wide = {"consumers": consumers, "tile_m": 64 * consumers}
-        wanted += [wide | {"tile_n": base.tile_n - fewer} for fewer in FEWER_KEYS]
+        wide = {"consumers": consumers, "tile_m": 64 * consumers, "residents": 1}
+        widest = base.tile_n if base.residents == 1 else ALONE
+        wanted += [wide | {"tile_n": widest - fewer} for fewer in FEWER_KEYS]
     if case.variant == "causal":
         wanted += [{"head_group": value} for value in _near(VALUES["head_group"], HEAD_GROUP, 1)]
     found = [base]
@@ -265,6 +268,8 @@ def _choice(schedule: dict) -> tuple:
 def _changed(base: Schedule, choice: tuple) -> str:
     values = dict(zip(CHOSEN, choice, strict=True))
     changed = [name for name in CHOSEN if getattr(base, name) != values[name]]
+    if "consumers" in changed and values["residents"] == 1 and "residents" in changed:
+        changed.remove("residents")
     if "consumers" in changed and values["tile_m"] == 64 * values["consumers"]:
         changed.remove("tile_m")
     return " ".join(f"{name} {values[name]}" for name in changed)

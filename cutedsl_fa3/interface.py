@@ -7,15 +7,14 @@ cannot be served is refused before any launch, naming the argument, its value an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
-from . import shadow
+from . import operators, shadow
 from .calls import Call, Result, SlowKernel, plan_for, prepare, visited
 from .errors import Unsupported
 from .inputs import check_schedule, check_tensors, checked_scale
@@ -64,6 +63,7 @@ def attention(
     *,
     scale: float | None = None,
     schedule: Schedule | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """softmax(score(q k^T * scale) where the mask allows) v, on an SM90 GPU or emulated on the CPU.
 
@@ -73,9 +73,13 @@ def attention(
         heads is a multiple of kv_heads; query head h reads key head h // (heads // kv_heads).
     Units: scale is natural; default 1 / sqrt(head_dim).
     Without `schedule` the one that `tune` kept for such a call, else the measured table's.
+    Differentiable, once, on CPU tensors: in q, k, v, in captured floating tensors and in a sink;
+    `deterministic` asks for gradients that are equal bit by bit each time. On a GPU asking for a
+    gradient raises Unsupported: there is no backward kernel yet.
     Raises: Unsupported, LayoutError, ScheduleError, VariantError before any launch.
     """
-    return _call(q, k, v, PLAIN if variant is None else variant, scale, schedule, False)[0]
+    variant = PLAIN if variant is None else variant
+    return _call(q, k, v, variant, scale, schedule, deterministic, False)[0]
 
 
 def attention_with_lse(
@@ -86,6 +90,7 @@ def attention_with_lse(
     *,
     scale: float | None = None,
     schedule: Schedule | None = None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attention`, with each row's log-sum-exp: (batch, heads, seqlen_q), fp32, natural log.
 
@@ -97,7 +102,7 @@ def attention_with_lse(
             "attention_with_lse: weights by Elementwise have no log-sum-exp, since nothing is "
             "normalised; use attention"
         )
-    return _call(q, k, v, variant, scale, schedule, True)
+    return _call(q, k, v, variant, scale, schedule, deterministic, True)
 
 
 def visits(
@@ -125,9 +130,12 @@ def _call(
     variant: Variant,
     scale: float | None,
     schedule: Schedule | None,
+    deterministic: bool,
     reads_lse: bool,
 ) -> Result:
     """Find that such a call was checked before, and run it; else check it."""
+    if is_dynamo_compiling():
+        return operators.traced(q, k, v, variant, (scale, schedule, deterministic))
     seen = _seen_before(q, k, v, variant, schedule)
     if seen is not None:
         call = seen.call
@@ -136,11 +144,15 @@ def _call(
             return call.run(q, k, v, seen.numbers, natural, reads_lse)
         except MISMATCH:
             pass  # nothing was launched: a kernel checks layouts and addresses of q, k and v first
+    if type(q) is FakeTensor:
+        return operators.faked(q, k, v, variant, (scale, schedule, deterministic))
+    q, k, v = operators.autocast(q, k, v)
+    if not isinstance(deterministic, bool):
+        raise Unsupported(f"deterministic = {deterministic!r}: supported are True and False")
     call = _exactly(q, k, v, variant, schedule)
     natural = call.scale if scale is None else checked_scale(scale, 0)
     if _graded(q, k, v, variant):
-        run = partial(call, q, k, v, variant, natural)
-        return _ForwardOnly.apply(run, q, k, v, *variant.captures)
+        return operators.attend(call, q, k, v, variant, (natural, schedule, deterministic))
     return call(q, k, v, variant, natural)
 
 
@@ -211,25 +223,3 @@ def _exactly(
             known = _calls.setdefault(id(variant), Known(variant, _calls))
         known.keep(exact, seen)
     return call
-
-
-class _ForwardOnly(torch.autograd.Function):
-    """The forward inside a graph: the result is right, and asking for its gradient says why not."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[], Result], *tensors: torch.Tensor) -> Result:
-        return run()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise Unsupported(
-            "attention has no backward kernel yet; cutedsl_fa3.reference.attention is "
-            "differentiable and computes the same variant"
-        )
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise Unsupported(
-            "attention has no forward-mode derivative; cutedsl_fa3.reference.attention is "
-            "differentiable and computes the same variant"
-        )

@@ -1,9 +1,9 @@
 """Measurement records: what ran where, as JSON.
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
-name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune` and
-`table` (`ScheduleRow`), `ladder` (`LadderRow`) or `call` (`CallRow`). One marked `partial` holds
-what was measured before a run ended early; no table is made from it.
+name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`,
+`table` and `leads` (`ScheduleRow`), `ladder` (`LadderRow`) or `call` (`CallRow`). One marked
+`partial` holds what was measured before a run ended early; no table is made from it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ except ImportError:  # a torch without it
     TensorGuards = None
 
 MOST = 1024  # calls of one variant that are kept; lengths that grow one by one are as many
-RECENT = 4  # calls of one variant that are found fast
+RECENT = 8  # calls of one variant that are found fast
 
 Tensors = tuple[torch.Tensor, ...]
 

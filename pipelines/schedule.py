@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 Overlap = Literal["none", "pingpong", "intra", "both"]
 Store = Literal["tma", "direct"]
@@ -57,11 +57,12 @@ class Schedule:
     cluster: tuple[int, int] = (1, 1)
     head_group: int = 8
     persistent: bool = False
-    residents: int = 1
     store: Store = "tma"
     early: int = 0
     lazy: bool = False
+    residents: int = 1
     pack: int = 1
+    text: ClassVar[str]
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
@@ -99,6 +100,8 @@ class Schedule:
         need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
         need(self.pack in PACKS, "pack", f"one of {', '.join(map(str, PACKS))} heads in a tile")
+        # What it is made by, once: a graph that is compiled takes text, and cannot make it.
+        object.__setattr__(self, "text", repr(self))
 
     @property
     def queries(self) -> int:

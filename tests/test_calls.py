@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import cutedsl_fa3 as fa3
 from cutedsl_fa3 import calls, inputs, interface, seen
@@ -281,14 +281,12 @@ def test_a_tensor_whose_storage_was_freed_is_refused_after_a_good_call(gpu):
     assert len(gpu.launches) == 1
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_fake_tensors_are_refused_after_a_good_call_with_real_ones(gpu):
+def test_fake_tensors_launch_nothing_after_a_good_call_with_real_ones(gpu):
     q = drawn(*Q)
     fa3.attention(q, q, q)
     with FakeTensorMode():
         fake = drawn(*Q)
-        with pytest.raises(fa3.Unsupported, match=r"q has no memory .*fake tensor"):
-            fa3.attention(fake, fake, fake)
+        assert isinstance(fa3.attention(fake, fake, fake), FakeTensor)
     assert len(gpu.launches) == 1
 
 
@@ -374,13 +372,6 @@ def test_a_gradient_is_refused_with_what_to_do_instead(gpu, place):
             result.sum().backward()
     with torch.no_grad():
         assert not fa3.attention(q, k, v, by_head(slopes)).requires_grad
-
-
-def test_a_gradient_of_the_emulator_is_refused_in_the_same_words():
-    q = drawn(*Q).requires_grad_()
-    for variant in (None, fa3.Variant(softmax=fa3.Elementwise(torch.relu))):
-        with pytest.raises(fa3.Unsupported, match=r"no backward .*reference"):
-            fa3.attention(q, q, q, variant).sum().backward()
 
 
 def test_a_forward_mode_derivative_is_refused_not_dropped(gpu):

@@ -125,7 +125,8 @@ def test_elements_of_every_row_are_what_the_graphs_say_of_its_head(name, pack):
     def write(i, given, results):
         made, queries = elements(variant, given, i, pack, head)
         corner = i * 0 + FIRST_QUERY, i * 0 + FIRST_KEY
-        made.apply(results[0][i, None, None], queries, corner, True)
+        memos = made.ahead(queries, corner, True)
+        made.apply(results[0][i, None, None], queries, corner, True, memos)
 
     for_each(THREADS, list(map(launchable, variant.captures)) or [torch.zeros(1)], [found], write)
     torch.testing.assert_close(found, torch.where(shown, wanted, hidden), rtol=2e-5, atol=2e-5)

@@ -12,13 +12,15 @@ WHOLE = ("tile_m", "tile_n", "stages", "consumers", "head_group", "early", "pack
 
 
 def test_the_default_is_valid():
-    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8, False, "tma", 0, False)
+    assert Schedule() == Schedule(128, 128, 2, 2, "both", (1, 1), 8, False, "tma", 0, False, 1, 1)
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
         ({"stages": 0}, r"stages = 0: 1 or more"),
+        ({"residents": 0}, r"residents = 0: 1 to 4"),
+        ({"residents": 5}, r"residents = 5: 1 to 4"),
         ({"stages": -2}, r"stages = -2: 1 or more"),
         ({"consumers": 0}, r"consumers = 0: 1, 2 or 3 warpgroups"),
         ({"consumers": 4, "tile_m": 256}, r"consumers = 4: 1, 2 or 3 warpgroups"),
