@@ -10,7 +10,7 @@ own for what depends on the head.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -150,14 +150,19 @@ def mask_instructions(plan: Plan) -> Counter[str]:
     return +tally.counts
 
 
-def reads_elements(graphs: Iterable[Graph | None]) -> bool:
-    """Whether any of these graphs loads from a captured tensor within a tile."""
-    return any(
-        node.op == "load" and node.depends & VARIES
-        for graph in graphs
-        if graph is not None
-        for node in graph.nodes
-    )
+def reads(graph: Graph | None) -> frozenset[int]:
+    """The loads (node numbers) from captured tensors that differ within a tile."""
+    nodes = graph.nodes if graph is not None else ()
+    return frozenset(i for i, n in enumerate(nodes) if n.op == "load" and n.depends & VARIES)
+
+
+def score_graph(plan: Plan) -> Graph | None:
+    """The score and the weight function as one graph, as the kernel has it."""
+    variant = plan.variant
+    graph = composed(variant.score, variant.weight)
+    if graph is None:
+        return None
+    return with_known_signs(in_base_2(graph) if plan.bounded else graph, variant.mask)
 
 
 def _places(schedule: Schedule) -> Iterator[Place]:
@@ -168,11 +173,9 @@ def _places(schedule: Schedule) -> Iterator[Place]:
 
 
 def _scores(plan: Plan, tally: Tally, masked: bool) -> None:
-    variant = plan.variant
-    graph = composed(variant.score, variant.weight)
+    graph = score_graph(plan)
     if graph is None:
         return
-    graph = with_known_signs(in_base_2(graph) if plan.bounded else graph, variant.mask)
     reader = _Reader(graph, (Ref(graph.output),), plan, tally, of_score=True, masked=masked)
     for place in _places(plan.schedule):
         reader.names(place)

@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .instructions import mask_instructions, reads_elements, score_instructions
+from cutedsl_fa3.variant.distances import evenly_indexed
+
+from .instructions import mask_instructions, reads, score_graph, score_instructions
 from .rates import L2_LATENCY, WGMMA_FLOP, Counts, clocks
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ def tile_cost(plan: Plan, masked: bool = False) -> TileCost:
     warps = 4 * s.consumers
     steps = []
     for name, counts in instructions(plan, masked).items():
-        waited = s.consumers * L2_LATENCY if _waits_for_memory(plan, name) else 0.0
+        waited = s.consumers * _waited(plan, name)
         steps.append(Step(name, counts, clocks(counts, warps), waited))
     return TileCost(tuple(steps), products_of(plan), s.tile_n * (d + dv) * BYTES)
 
@@ -148,8 +150,17 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
     return found
 
 
-def _waits_for_memory(plan: Plan, step: str) -> bool:
-    """Whether a step reads captured tensors by query or key, and so waits for L2 once."""
-    v = plan.variant
-    graphs = {"score": (v.score, v.weight), "mask": (v.mask,)}.get(step, ())
-    return reads_elements(graphs)
+def _waited(plan: Plan, step: str) -> float:
+    """Clocks that a step of one warpgroup waits for captured tensors read by query or key: L2 once.
+
+    What a score function reads evenly by distance is asked for before the wait for S
+    (kernels/sm90/mainloop.py), so S's product covers a part.
+    """
+    graph = {"score": score_graph(plan), "mask": plan.variant.mask}.get(step)
+    loads = reads(graph)
+    if graph is None or not loads:
+        return 0.0
+    if step == "mask" or not loads <= evenly_indexed(graph).keys():
+        return L2_LATENCY
+    s, (d, _) = plan.schedule, plan.problem.tile_dims
+    return max(0.0, L2_LATENCY - 2 * s.tile_m * s.tile_n * d / s.consumers / WGMMA_FLOP)
