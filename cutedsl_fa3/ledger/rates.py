@@ -142,6 +142,7 @@ CLAMPED_PAIR: Counts = {"VIADD": 1, "ISETP": 1, "SEL": 1}
 LOADED_PAIR: Counts = {"IMAD": 1, "LDG": 1}  # two keys at once (variant/pairs.py)
 FIRST_OF_PAIR: Counts = {"FSEL": 1}  # if it is a float; of an integer a SEL
 LIMITED: Counts = {"FMNMX": 1}  # the lesser or greater of a value and a number
+KEPT_EARLY: Counts = {"ISETP": 1, "STS": 1}  # a sum that is held before a wait
 WIDENED: Counts = {"IMAD": 1}  # bf16 or fp16 to fp32
 NARROWED: Counts = {"SEL": 5, "ISETP": 6}  # int64 to what 32 bits hold
 

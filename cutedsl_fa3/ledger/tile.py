@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING
 from cutedsl_fa3.variant.distances import evenly_indexed
 
 from .instructions import mask_instructions, reads, score_graph, score_instructions
-from .rates import L2_LATENCY, WGMMA_FLOP, Counts, clocks
+from .rates import KEPT_EARLY, L2_LATENCY, WGMMA_FLOP, Counts, clocks
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
 
 ROWS_HELD = 2  # of a tile, by one thread; source: layouts/wgmma.py
+SUMS = 2  # of a row's weights, side by side; source: kernels/sm90/softmax.py
 MMA_K = 16  # of one WGMMA of 16-bit operands
 BYTES = 2  # of an element of Q, K, V and O
 
@@ -127,6 +128,7 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
         found["score"] = score_instructions(plan, masked)
     if masked:
         found["mask"] = mask_instructions(plan)
+    early = s.early if s.intra else 0
     if plan.bounded:
         found["weights"] = {"MUFU": scores, "FADD": scores + rows}
     elif variant.weight is None:
@@ -139,8 +141,12 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
             "FSEL": 3 * rows,
         }
         found["rescale"] = {"FMUL": outputs + 2 * rows, "FFMA": rows}
-    elif s.intra and s.early:
-        found["weights"] = {"FADD": scores * s.early // 8}  # a sum that holds them before the wait
+    elif early:
+        found["weights"] = {"FADD": scores * early // 8}  # a sum that holds them before the wait
+    if early:
+        sums = rows * (SUMS if variant.weight is None else 1)
+        kept = {family: sums * count for family, count in KEPT_EARLY.items()}
+        found["weights"] = {**found["weights"], **kept}
     found["rounding"] = {"F2FP": scores / 2}
     again = products if s.persistent else 0  # addresses made uniform once more
     vote = 12 if s.lazy else 0

@@ -82,11 +82,14 @@ def test_what_is_read_by_distance_waits_as_far_as_the_product_of_s_does_not_cove
 
 
 @pytest.mark.parametrize("early", [0, 2, 8])
-def test_weights_before_a_wait_are_summed(early):
+def test_weights_before_a_wait_are_summed_and_their_sums_kept(early):
     schedule = Schedule(128, 96, 2, 2, "intra", early=early)
     plan = Plan(Variant(softmax=Elementwise(torch.sigmoid)), Problem("bf16", 64, 64), schedule)
     step = tile_cost(plan).step("weights")
     assert (step.instructions["FADD"] if step else 0) == 48 * early / 8
+    assert (step.instructions["ISETP"] if step else 0) == (2 if early else 0)
+    online = tile_cost(replace(plan, variant=Variant())).step("weights")
+    assert online.instructions.get("ISETP", 0) == (4 if early else 0)
     assert (
         tile_cost(replace(plan, schedule=replace(schedule, overlap="none"))).step("weights") is None
     )
