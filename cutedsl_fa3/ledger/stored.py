@@ -124,9 +124,9 @@ def _check_kernels(records: Mapping[str, Record]) -> None:
         pairs = zip(what, of(record), table_and_sources(), strict=True)
         if other := [each for each, its, today in pairs if its != today]:
             raise ValueError(
-                f"{name} is of other {' and '.join(other)} than today's, so its kernels are not "
-                "known; measure again, or pass --same-kernels if schedules and lowering are the "
-                "same"
+                f"{name} does not say that it is of today's {' and '.join(other)}, so its kernels "
+                "are not known; measure again, or pass --same-kernels if schedules and lowering "
+                "are the same"
             )
 
 

@@ -179,7 +179,7 @@ def test_records_of_other_sources_or_devices_are_refused(tmp_path: Path, monkeyp
         ({"kernel_source_hash": "x"}, "sources and schedules"),
     ):
         record(tmp_path, "variants", **other)
-        with pytest.raises(ValueError, match=f"variants-.* is of other {said} than today's"):
+        with pytest.raises(ValueError, match=rf"variants-.* that it is of today's {said}, so"):
             stored.renewed()
     (tmp_path / "variants-h200-20300101-000000.json").unlink()
     record(tmp_path, "variants", device="NVIDIA H100", **TODAY)
