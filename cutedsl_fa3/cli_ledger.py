@@ -20,7 +20,8 @@ def run_ledger(
 ) -> None:
     """Predicted beside measured times of variants; --accept fits the newest records of plain rows.
 
-    No GPU is needed: records come from `bench`, `bench-variants` and `tune`.
+    No GPU is needed: records come from `bench` and `bench-variants`, and from `tune` where it is of
+    the same sources.
     """
     cli_bench.need_compiler()
     from .ledger import stored
@@ -31,7 +32,8 @@ def run_ledger(
         except ValueError as error:
             typer.echo(f"refused: {error}", err=True)
             raise typer.Exit(2) from None
-        print(f"written to {stored.write(made)} and {stored.explain(made)}")
+        print(stored.report(made))
+        print(f"\nwritten to {stored.write(made)} and {stored.explain(made)}")
         return
     print(stored.report())
     if line := stored.older(stored.load()):

@@ -254,6 +254,7 @@ def collect(commit: str | None = None, allow_dirty: bool = False) -> dict[str, A
     import torch
 
     from .cache import source_fingerprint
+    from .schedules import table_fingerprint
     from .versions import toolchain
 
     dirty = False
@@ -278,6 +279,7 @@ def collect(commit: str | None = None, allow_dirty: bool = False) -> dict[str, A
         "toolchain": f"{tools.flavour} ptxas {tools.ptxas}",
         "commit": commit,
         "kernel_source_hash": source_fingerprint(),
+        "schedules": table_fingerprint(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return meta | ({"dirty": True} if dirty else {})

@@ -15,6 +15,7 @@ larger ones spilled, which the compiler denies today.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 from .ledger.rates import SMS
@@ -155,6 +156,16 @@ def needs(variant: Variant) -> str:
     if len(floats) > LIGHT or any(node.op not in SIMPLE for node in floats):
         return "uniform"
     return "light" if variant.score is not None else "nothing"
+
+
+def table_fingerprint() -> str:
+    """One hash of which schedules the tables here choose and for what; reasons do not count."""
+    rows = [
+        (row.head_dim, row.head_dim_v, row.needs, row.keys, row.schedule(masked))
+        for row in (*SHORT, *TABLE)
+        for masked in (False, True)
+    ]
+    return hashlib.sha256(repr((rows, LIGHT, MUCH, FEWER)).encode()).hexdigest()
 
 
 def serving_row(variant: Variant, problem: Problem, seqlen_k: int | None = None) -> Row:

@@ -1,9 +1,10 @@
 """The fit: `Parameters` from measured times of plain attention, held against all the rest.
 
 Only rows of full and causal attention are fitted; rows of variants are compared with what these
-parameters predict, never fitted. A record does not say which kernels were measured: schedules and
-clocks of tiles are today's when a record is new, and then kept beside the parameters (fitted.py),
-since a kernel that was made faster since is not the one of the record.
+parameters predict, never fitted. A record does not say which kernels were measured, only from which
+sources and by which table of schedules: where these are today's (stored.py), schedules and clocks
+of tiles are too, and then kept beside the parameters (fitted.py), since a kernel that was made
+faster since is not the one of the record.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 PLAIN = ("full", "causal")
 FIRST_GUESS = {"clock": 1.8, "launch": 10000.0, "work_tile": 6000.0, "exposed": 0.3}
+# What no fit may go beyond, since rows of a few head sizes tell a faster clock from less that is
+# hidden, and launches from work tiles, only weakly: the highest clock of an H200 (its data sheet),
+# and 10 us for a launch, several times what an empty one takes.
+HIGHEST_CLOCK = 1.98
+MOST = {"clock": HIGHEST_CLOCK, "launch": 10000.0 * HIGHEST_CLOCK}
 MOST_STEPS = 30
 
 
@@ -95,21 +101,47 @@ class Sample:
 def _plan(row: Row | ScheduleRow, schedule: Schedule | None = None) -> Plan:
     from cutedsl_fa3.plans import Plan
     from cutedsl_fa3.problem import Problem
+    from cutedsl_fa3.schedules import schedule_for
 
-    variant = named(row.variant, Lengths(row.heads, row.seqlen_q, row.seqlen_k)).variant
+    seqlens = row.seqlen_q, row.seqlen_k
+    variant = named(row.variant, Lengths(row.heads, *seqlens)).variant
     problem = Problem(row.dtype, row.head_dim, row.head_dim_v)
-    return Plan.default(variant, problem) if schedule is None else Plan(variant, problem, schedule)
+    if schedule is None:
+        schedule = schedule_for(variant, problem, seqlens, row.heads, row.kv_heads)
+    return Plan(variant, problem, schedule)
 
 
 def label(row: Row | ScheduleRow) -> str:
-    """What a row's schedule is kept under."""
+    """What a row's kernel is kept under, if it is the one for any lengths."""
     return f"{row.variant} {row.dtype} {row.head_dim}x{row.head_dim_v}"
+
+
+def label_of_lengths(row: Row | ScheduleRow) -> str:
+    """What it is kept under where the lengths or the heads chose another."""
+    return f"{label(row)}, {row.seqlen_q} x {row.seqlen_k}, heads {row.heads}/{row.kv_heads}"
+
+
+def kernel_of(row: Row | ScheduleRow, kernels: Kernels) -> Measured:
+    """The kernel that a row was measured with.
+
+    Raises: KeyError where it is not known.
+    """
+    of_lengths = kernels.get(label_of_lengths(row))
+    return kernels[label(row)] if of_lengths is None else of_lengths
 
 
 def todays_kernels(records: Iterable[Record]) -> dict[str, Measured]:
     """What the table and the ledger say today of the kernels of our rows, by label."""
-    ours = {label(row): row for record in records for row in record.rows if _is_ours(row)}
-    return {name: measured(_plan(row)) for name, row in ours.items()}
+    from cutedsl_fa3.schedules import default_schedule
+
+    ours = {label_of_lengths(r): r for record in records for r in record.rows if _is_ours(r)}
+    found: dict[str, Measured] = {}
+    for name, row in ours.items():
+        plan = _plan(row)
+        usual = plan.schedule == default_schedule(plan.variant, plan.problem)
+        name = label(row) if usual else name
+        found[name] = found.get(name) or measured(plan)
+    return found
 
 
 def measured(plan: Plan) -> Measured:
@@ -138,7 +170,7 @@ def samples(record: Record, kernels: Kernels) -> list[Sample]:
         beside = isinstance(row, ScheduleRow) and label(row) in kernels
         if not beside and not _is_ours(row):
             continue
-        kernel = kernels[label(row)]
+        kernel = kernel_of(row, kernels)
         kept = Schedule(**kernel.schedule)
         its = _its_schedule(row) if beside else kept
         if replace(its, overlap=kept.overlap) == kept:
@@ -164,7 +196,7 @@ def plain(found: Iterable[Sample]) -> list[Sample]:
 def fit(found: Iterable[Sample]) -> Parameters:
     """Least squares on the logarithms of the times of plain attention.
 
-    Raises: ValueError for a sample of another variant.
+    Raises: ValueError for a sample of another variant, and for fewer samples than parameters.
     """
     found = list(found)
     if strange := {s.row.variant for s in found} - set(PLAIN):
@@ -172,13 +204,19 @@ def fit(found: Iterable[Sample]) -> Parameters:
     names: list[tuple[str, ...]] = [("clock",), ("launch",)]
     names += [("work_tile", kind) for kind in sorted({cta_kind(s.schedule) for s in found})]
     names += [("exposed", kind) for kind in sorted({overlap_kind(s.schedule) for s in found})]
+    if len(found) < len(names):
+        raise ValueError(
+            f"{len(found)} rows of {' and '.join(PLAIN)} attention for {len(names)} parameters: "
+            "measure more lengths and head sizes, as bench does by default"
+        )
 
     def errors(values: list[float]) -> torch.Tensor:
         parameters = _parameters(names, values)
         logs = [math.log(s.predicted(parameters) / s.row.ms) for s in found]
         return torch.tensor(logs, dtype=torch.float64)
 
-    return _parameters(names, _least_squares(errors, [FIRST_GUESS[name[0]] for name in names]))
+    start, most = [FIRST_GUESS[n[0]] for n in names], [MOST.get(n[0], math.inf) for n in names]
+    return _parameters(names, _least_squares(errors, start, most))
 
 
 def _parameters(names: list[tuple[str, ...]], values: list[float]) -> Parameters:
@@ -192,9 +230,9 @@ def _parameters(names: list[tuple[str, ...]], values: list[float]) -> Parameters
 
 
 def _least_squares(
-    errors: Callable[[list[float]], torch.Tensor], start: list[float]
+    errors: Callable[[list[float]], torch.Tensor], start: list[float], most: list[float]
 ) -> list[float]:
-    """Levenberg-Marquardt with differences, in units of the start; nothing becomes negative."""
+    """Levenberg-Marquardt with differences, in units of the start; all between 0 and `most`."""
     here, damping = list(start), 1e-3
     at = errors(here)
     for _ in range(MOST_STEPS):
@@ -203,15 +241,32 @@ def _least_squares(
             beside = [value + 1e-3 * unit * (m == n) for m, value in enumerate(here)]
             columns.append((errors(beside) - at) / 1e-3)
         slopes = torch.stack(columns, dim=1)
-        square = slopes.T @ slopes + damping * torch.eye(len(start), dtype=torch.float64)
-        move = torch.linalg.solve(square, -slopes.T @ at).tolist()
-        there = [max(0.0, v + m * unit) for v, m, unit in zip(here, move, start, strict=True)]
+        move = _move(
+            slopes, at, damping, [(v <= 0, v >= m) for v, m in zip(here, most, strict=True)]
+        )
+        there = [v + m * unit for v, m, unit in zip(here, move, start, strict=True)]
+        there = [min(max(0.0, v), m) for v, m in zip(there, most, strict=True)]
         then = errors(there)
         better = float(at @ at - then @ then)
         here, at, damping = (there, then, damping / 3) if better > 0 else (here, at, damping * 4)
         if abs(better) < 1e-6 * float(at @ at):
             break
     return here
+
+
+def _move(
+    slopes: torch.Tensor, at: torch.Tensor, damping: float, ends: list[tuple[bool, bool]]
+) -> list[float]:
+    """The damped step; what is at its lower or upper end, and would go beyond, stays there."""
+    free = list(range(len(ends)))
+    while True:
+        some = slopes[:, free]
+        square = some.T @ some + damping * torch.eye(len(free), dtype=torch.float64)
+        move = dict(zip(free, torch.linalg.solve(square, -some.T @ at).tolist(), strict=True))
+        stay = {n for n, m in move.items() if (m < 0 and ends[n][0]) or (m > 0 and ends[n][1])}
+        if not stay:
+            return [move.get(n, 0.0) for n in range(len(ends))]
+        free = [n for n in free if n not in stay]
 
 
 @dataclass(frozen=True)

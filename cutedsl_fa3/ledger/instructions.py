@@ -3,20 +3,28 @@
 A graph is evaluated at each score that a thread holds, on names instead of numbers: two evaluations
 with the same name are one instruction. Integers are sums of positions and a number, so that k - q
 has the same name wherever it has the same value; with it, a bias read by distance is loaded once
-for both rows of a thread.
+for both rows of a thread. Where several heads share a tile, rows of other heads have names of their
+own for what depends on the head.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from cutedsl_fa3.variant.distances import COLUMN, ELEMENT, ROW, distances
+from cutedsl_fa3.variant.distances import (
+    COLUMN,
+    ELEMENT,
+    ROW,
+    along_last,
+    distances,
+    evenly_indexed,
+)
 from cutedsl_fa3.variant.fusion import (
     capped,
     composed,
@@ -32,9 +40,11 @@ from cutedsl_fa3.variant.pairs import read_along_k
 
 from .rates import (
     ADDED,
+    ADDRESS,
     ALONE,
     CLAMPED,
     CLAMPED_PAIR,
+    COARSE,
     DISTANCE,
     DIVISOR,
     FIRST_OF_PAIR,
@@ -42,6 +52,7 @@ from .rates import (
     INSIDE,
     LIMITED,
     LOADED,
+    LOADED_BEHIND,
     LOADED_DENSE,
     LOADED_PAIR,
     NARROWED,
@@ -55,6 +66,7 @@ from .rates import (
 )
 
 if TYPE_CHECKING:
+    from cutedsl_fa3.pipelines import Schedule
     from cutedsl_fa3.plans import Plan
 
 ROWS = (0, 8)  # of a thread, below its first one; source: layouts/wgmma.py
@@ -90,12 +102,16 @@ def _named(name: Any) -> Sum:
 
 
 class Place(NamedTuple):
-    """A score of a thread: row and column of its share, and how far it lies beyond the first."""
+    """A score of a thread: row and column of its share, and how far it lies beyond the first.
+
+    `head`: which of the thread's heads it is of.
+    """
 
     row: int
     column: int
     ahead_q: int
     ahead_k: int
+    head: int
 
 
 @dataclass
@@ -116,47 +132,52 @@ class Tally:
 def score_instructions(plan: Plan, masked: bool = False) -> Counter[str]:
     """What the score and the weight function of a variant add to a tile, for one warp.
 
-    Elements that a mask may hide share no reciprocal with others.
+    Elements that a mask may hide share no reciprocal with others, and what is read for them may lie
+    outside its tensor.
     """
     tally = Tally()
-    _scores(plan, tally, together=not masked)
+    _scores(plan, tally, masked)
     return tally.counts
 
 
 def mask_instructions(plan: Plan) -> Counter[str]:
     """What the element mask adds to a tile that needs it, for one warp."""
     tally = Tally()
-    _scores(plan, tally, together=False)
+    _scores(plan, tally, masked=True)
     before = Counter(tally.counts)
     _masked(plan, tally)
     tally.counts.subtract(before)
     return +tally.counts
 
 
-def reads_elements(graphs: Iterable[Graph | None]) -> bool:
-    """Whether any of these graphs loads from a captured tensor within a tile."""
-    return any(
-        node.op == "load" and node.depends & VARIES
-        for graph in graphs
-        if graph is not None
-        for node in graph.nodes
-    )
+def reads(graph: Graph | None) -> frozenset[int]:
+    """The loads (node numbers) from captured tensors that differ within a tile."""
+    nodes = graph.nodes if graph is not None else ()
+    return frozenset(i for i, n in enumerate(nodes) if n.op == "load" and n.depends & VARIES)
 
 
-def _places(tile_n: int) -> Iterator[Place]:
-    for c, ahead_k in enumerate(columns(tile_n)):
-        for r, ahead_q in enumerate(ROWS):
-            yield Place(r, c, ahead_q, ahead_k)
-
-
-def _scores(plan: Plan, tally: Tally, together: bool) -> None:
+def score_graph(plan: Plan) -> Graph | None:
+    """The score and the weight function as one graph, as the kernel has it."""
     variant = plan.variant
     graph = composed(variant.score, variant.weight)
     if graph is None:
+        return None
+    return with_known_signs(in_base_2(graph) if plan.bounded else graph, variant.mask)
+
+
+def _places(schedule: Schedule) -> Iterator[Place]:
+    pack = schedule.pack
+    for c, ahead_k in enumerate(columns(schedule.tile_n)):
+        for r, ahead in enumerate(ROWS):
+            yield Place(r, c, ahead // pack, ahead_k, ahead % pack)
+
+
+def _scores(plan: Plan, tally: Tally, masked: bool) -> None:
+    graph = score_graph(plan)
+    if graph is None:
         return
-    graph = with_known_signs(in_base_2(graph) if plan.bounded else graph, variant.mask)
-    reader = _Reader(graph, (Ref(graph.output),), plan, tally, of_score=True, together=together)
-    for place in _places(plan.schedule.tile_n):
+    reader = _Reader(graph, (Ref(graph.output),), plan, tally, of_score=True, masked=masked)
+    for place in _places(plan.schedule):
         reader.names(place)
 
 
@@ -164,7 +185,7 @@ def _masked(plan: Plan, tally: Tally) -> None:
     mask = plan.variant.mask
     conditions = _conditions(mask) if mask else ()
     reader = mask and _Reader(mask, conditions, plan, tally)
-    for place in _places(plan.schedule.tile_n):
+    for place in _places(plan.schedule):
         key = _held(Sum(frozenset({("k", 1)}), place.ahead_k), tally)
         tally.once(("inside", key), INSIDE)
         tally.once(("hidden", place), HIDDEN)
@@ -200,8 +221,8 @@ def _held(value: Any, tally: Tally) -> Any:
 class _Reader:
     """Evaluates a graph on names, by the rules of `Lowering`; counts what each new name costs.
 
-    `of_score`: the graph starts from the raw product; `together`: neighbours in a row may share
-    reciprocals.
+    `of_score`: the graph starts from the raw product; of a tile that is not `masked` neighbours in
+    a row may share reciprocals, and what is read evenly lies in its tensors.
     """
 
     def __init__(
@@ -211,7 +232,7 @@ class _Reader:
         plan: Plan,
         tally: Tally,
         of_score: bool = False,
-        together: bool = False,
+        masked: bool = True,
     ) -> None:
         self.graph, self.outputs, self.tally = graph, outputs, tally
         self.captures, self.dense = plan.variant.captures, plan.dense
@@ -221,11 +242,21 @@ class _Reader:
         exponent = of_score and plan.variant.weight is None
         self.lines = lines(graph) if exponent else {}
         self.capped = capped(graph) if exponent else {}
-        self.sharing = spoils_row(graph) if together else frozenset()
+        self.sharing = frozenset() if masked else spoils_row(graph)
+        self.unclamped = frozenset() if masked else self._unclamped()
+        self.coarse = exponent and plan.bounded
         self.uses: Counter[int] = Counter()
         for node in graph.nodes:
             self.uses.update(a.id for a in node.operands if isinstance(a, Ref))
         self.known: dict[int, Any] = {}
+
+    def _unclamped(self) -> frozenset[int]:
+        """Loads that grow evenly along a dense last dimension alone."""
+        return frozenset(
+            number
+            for number, grows in evenly_indexed(self.graph).items()
+            if along_last(grows) and self.graph.nodes[number].args[0] in self.dense
+        )
 
     def names(self, place: Place) -> tuple[Any, ...]:
         """The names of the outputs at one score."""
@@ -309,7 +340,8 @@ class _Reader:
     def _name(self, number: int, place: Place) -> Any:
         node = self.graph.nodes[number]
         if self._uniform(node):
-            name = ("uniform", id(self.graph), number)
+            head = place.head if "h" in node.depends else 0
+            name = ("uniform", id(self.graph), number, head)
             return _named(name) if node.dtype == "int" else name
         if number in self.multiples:
             return self._multiple(number, place)
@@ -357,10 +389,13 @@ class _Reader:
 
     def _of_one(self, number: int, kind: str, argument: Any, place: Place) -> Any:
         """A function of one value, from a power of 2 of a multiple of its argument."""
+        coarse = kind == "capped" and self.coarse
         if isinstance(argument, Ref) and argument.id in self.multiples:
             self._multiple(argument.id, place, kind)
-        else:
+        elif not coarse:
             self.tally.once(("exponent", number, place), SCALED)
+        if coarse:
+            return self.tally.once((kind, number, place), COARSE)
         if kind == "tanh":
             self.tally.once(("near", number, place), NEAR_ZERO)
         costs = SHARED if number in self.sharing else ALONE
@@ -390,6 +425,8 @@ class _Reader:
         return type(last).__name__
 
     def _load(self, number: int, node: Node, place: Place) -> Any:
+        if number in self.unclamped:
+            return self._load_behind(number, node, place)
         capture, tally = node.args[0], self.tally
         paired = number in self.paired
         ahead = place.column % 2 if paired else 0
@@ -409,12 +446,26 @@ class _Reader:
         if paired:
             is_float = node.dtype == "float"
             tally.once(("first", *address), FIRST_OF_PAIR if is_float else {"SEL": 1})
-        element = (*address, ahead)
-        dtype = self.captures[capture].dtype
+        return self._typed(node, (*address, ahead))
+
+    def _load_behind(self, number: int, node: Node, place: Place) -> Any:
+        """What is read evenly, inside its tensor: at numbers behind one address of the tile."""
+        element = ("load", node.args[0], *map(self._value, node.operands))
+        head = place.head if any(self._by_head(index) for index in node.operands) else 0
+        self.tally.once(("address", number, head), ADDRESS)
+        self.tally.once(element, LOADED_BEHIND)
+        return self._typed(node, element)
+
+    def _by_head(self, value: Any) -> bool:
+        return isinstance(value, Ref) and "h" in self.graph.nodes[value.id].depends
+
+    def _typed(self, node: Node, element: tuple) -> Any:
+        """An element of a captured tensor as the graph has it."""
+        dtype = self.captures[node.args[0]].dtype
         if dtype in (torch.bfloat16, torch.float16):
-            tally.once(("widened", element), WIDENED)
+            self.tally.once(("widened", element), WIDENED)
         elif dtype is torch.int64:
-            tally.once(("narrowed", element), NARROWED)
+            self.tally.once(("narrowed", element), NARROWED)
         return _named(element) if node.dtype == "int" else element
 
 

@@ -1,8 +1,10 @@
 """How long a launch takes: its work tiles' costs, handed out to the multiprocessors in order.
 
     work tile   overhead + the sum of its key tiles' clocks (tile.py), masked ones apart
-    launch      overhead + until the last multiprocessor is done, each taking the next work tile
+    launch      overhead + until the last CTA is done, each taking the next work tile
 
+CTAs that a multiprocessor has at a time (`Schedule.residents`) share its pipes: the key tiles of
+each last as many times longer as they are, their overheads run beside each other.
 The numbers that no table has are in `Parameters`, fitted on plain attention (fit.py).
 """
 
@@ -64,12 +66,16 @@ class Parameters:
     exposed: Mapping[str, float]
 
     def exposed_by(self, schedule: Schedule) -> float:
-        """The share for a schedule; of a kind that was not fitted, the most of its like."""
+        """The share for a schedule; of a kind that was not fitted, the most of its like.
+
+        That is: of schedules with as many warpgroups on an SM, or with the nearest number.
+        """
         kind = overlap_kind(schedule)
         if kind in self.exposed:
             return self.exposed[kind]
-        alike = [v for name, v in self.exposed.items() if name.split()[0] == kind.split()[0]]
-        return max(alike or self.exposed.values())
+        apart = {name: abs(warpgroups(schedule) - int(name.split()[0])) for name in self.exposed}
+        nearest = min(apart.values())
+        return max(v for name, v in self.exposed.items() if apart[name] == nearest)
 
     def work_tile_by(self, schedule: Schedule) -> float:
         """The overhead of a work tile; of a kind that was not fitted, the most of the others."""
@@ -80,9 +86,14 @@ class Parameters:
         return overlap_kind(schedule) in self.exposed and cta_kind(schedule) in self.work_tile
 
 
+def warpgroups(schedule: Schedule) -> int:
+    """Consumer warpgroups of an SM at a time."""
+    return schedule.consumers * schedule.residents
+
+
 def overlap_kind(schedule: Schedule) -> str:
-    """Consumer warpgroups and overlap, as in "2 intra"."""
-    return f"{schedule.consumers} {schedule.overlap}"
+    """Consumer warpgroups of an SM, of one CTA or of several, and overlap, as in "2 intra"."""
+    return f"{warpgroups(schedule)} {schedule.overlap}"
 
 
 def cta_kind(schedule: Schedule) -> str:
@@ -141,10 +152,15 @@ def _in_order(counts: torch.Tensor, head_group: int) -> torch.Tensor:
 def milliseconds(
     schedule: Schedule, full: float, masked: float, visits: Visits, parameters: Parameters
 ) -> float:
-    """Predicted time of one launch, of clocks of its two kinds of tiles."""
+    """Predicted time of one launch, of clocks of its two kinds of tiles.
+
+    Fewer work tiles than CTAs have room for leave an SM with fewer CTAs.
+    """
     tiles = visits.total * full + visits.masked * (masked - full)
-    work = tiles + parameters.work_tile_by(schedule)
-    return (makespan(work.tolist()) + parameters.launch) / parameters.clock * 1e-6
+    at_a_time = min(schedule.residents, -(-len(tiles) // SMS))
+    work = tiles * at_a_time + parameters.work_tile_by(schedule)
+    end = makespan(work.tolist(), SMS * at_a_time)
+    return (end + parameters.launch) / parameters.clock * 1e-6
 
 
 def makespan(durations: list[float], workers: int = SMS) -> float:

@@ -44,7 +44,10 @@ class Ledger:
 
     @cached_property
     def for_score(self) -> float:
-        """What the score and weight functions add to a tile of this schedule and softmax."""
+        """What the score and weight functions add to a tile of plain attention of this schedule.
+
+        A softmax that they allow to go without a maximum counts in their favour.
+        """
         without = replace(self.plan, variant=Variant())
         return self.clocks - tile_cost(without).total(self.exposed)
 
@@ -74,11 +77,14 @@ class Ledger:
         As many heads share a tile.
         """
         from cutedsl_fa3.masks import causal
+        from cutedsl_fa3.schedules import default_schedule
 
-        plain = type(self.plan).default(Variant(mask=causal), self.plan.problem)
-        pack = self.plan.schedule.pack
-        plain = replace(plain, schedule=replace(plain.schedule, pack=pack))
-        its = Ledger(plain, self.sizes).ms
+        if self.sizes is None:
+            return None
+        variant, problem = Variant(mask=causal), self.plan.problem
+        schedule = default_schedule(variant, problem, self.sizes.seqlen_k)
+        schedule = replace(schedule, pack=self.plan.schedule.pack)
+        its = Ledger(type(self.plan)(variant, problem, schedule), self.sizes).ms
         return self.ms / its if self.ms and its else None
 
     def __str__(self) -> str:

@@ -106,7 +106,8 @@ OPS: dict[tuple[str, str], Counts] = {
 }
 
 # Functions of 2^exponent (variant/shared.py), alone and as one of neighbours that share a
-# reciprocal; the exponent itself is one more instruction. "capped" is a number times tanh.
+# reciprocal; the exponent itself is one more instruction. "capped" is a number times tanh; `COARSE`
+# is that by the unit's own tanh, of an argument that may be one more instruction.
 ALONE: dict[str, Counts] = {
     "capped": {"FFMA": 1, "FADD": 1, "MUFU": 2},
     "tanh": {"FFMA": 1, "FADD": 1, "MUFU": 2},
@@ -121,6 +122,7 @@ SHARED: dict[str, Counts] = {
         "sigmoid": {"FMNMX": 1, "FFMA": 1.5, "FADD": 0.5, "FMUL": 1, "MUFU": 1},
     }.items()
 }
+COARSE: Counts = {"MUFU": 1, "FMUL": 1}  # under a bounded softmax (kernels/sm90/bounded.py)
 NEAR_ZERO: Counts = {"FMUL": 2, "FFMA": 1, "FSETP": 1}  # tanh's series, and the choice
 
 # Not operations of a graph, but what the lowering makes beside them.
@@ -134,10 +136,13 @@ INSIDE: Counts = {"ISETP": 1}  # whether a key lies within the sequence
 CLAMPED: Counts = {"VIADD": 1}  # an index of a captured tensor, its last addition included
 LOADED: Counts = {"IMAD": 4, "LEA": 2, "SHF": 1, "LDG": 1}  # by 64-bit strides
 LOADED_DENSE: Counts = {"IMAD": 1, "LDG": 1}
+ADDRESS: Counts = {"IMAD": 1, "VIADD": 1}  # of what a tile reads evenly, at its first element
+LOADED_BEHIND: Counts = {"LDG": 1}  # at a number behind that address
 CLAMPED_PAIR: Counts = {"VIADD": 1, "ISETP": 1, "SEL": 1}
 LOADED_PAIR: Counts = {"IMAD": 1, "LDG": 1}  # two keys at once (variant/pairs.py)
 FIRST_OF_PAIR: Counts = {"FSEL": 1}  # if it is a float; of an integer a SEL
 LIMITED: Counts = {"FMNMX": 1}  # the lesser or greater of a value and a number
+KEPT_EARLY: Counts = {"ISETP": 1, "STS": 1}  # a sum that is held before a wait
 WIDENED: Counts = {"IMAD": 1}  # bf16 or fp16 to fp32
 NARROWED: Counts = {"SEL": 5, "ISETP": 6}  # int64 to what 32 bits hold
 

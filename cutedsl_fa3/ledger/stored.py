@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from .launch import Parameters
 
 FITTED = Path(__file__).with_name("fitted.py")
 README = Path(__file__).with_name("README.md")
-KINDS = ("bench", "variants", "tune")  # of records with rows of plain attention
+NEEDED = ("bench", "variants")  # kinds of records: plain attention, and variants beside it
+BESIDE = "tune"  # plain attention with other overlaps, where it is of the same sources
 ALLOWED = 0.15  # error of a variant's time in units of plain causal
 
 HEAD = '''"""The cost ledger's fit. Written by `python -m cutedsl_fa3 ledger --accept`: do not edit.
@@ -69,39 +71,62 @@ def load() -> Stored:
 def renewed(same_kernels: bool = False) -> Stored:
     """A fit of the newest records.
 
-    Raises: ValueError where a record is missing, of another device, or of other sources than
-        today's, so that its kernels are not known; `same_kernels` says that they are today's.
+    A record of `BESIDE` is left out where it is not of the sources of the others.
+
+    Raises: ValueError where a record is missing, of another device, or of other sources or another
+        table of schedules than today's, so that its kernels are not known; `same_kernels` says that
+        they are today's. Also where its rows of plain attention are too few.
     """
     before = load()
-    found = [newest(DATA, kind) for kind in KINDS]
-    if missing := [kind for kind, record in zip(KINDS, found, strict=True) if record is None]:
+    found = {kind: newest(DATA, kind) for kind in (*NEEDED, BESIDE)}
+    if missing := [kind for kind in NEEDED if found[kind] is None]:
         raise ValueError(f"no record of {', '.join(missing)} in {DATA}")
-    records = [record for record in found if record is not None]
-    names = tuple(
-        place(record.meta, None, kind).name for kind, record in zip(KINDS, records, strict=True)
-    )
-    devices = {record.meta["device"] for record in records}
-    if len(devices) > 1:
-        raise ValueError(f"records of {' and '.join(sorted(devices))}: one device is fitted")
-    if names == before.records:
+    records = {_file(kind, record): record for kind, record in found.items() if record is not None}
+    needed = dict(list(records.items())[: len(NEEDED)])
+    if needed.keys() <= set(before.records):
+        records = {name: Record.read(DATA / name) for name in before.records}
         kernels = before.kernels
     else:
         if not same_kernels:
-            _check_sources(names, records)
-        kernels = todays_kernels(records)
-    rows = [sample for record in records for sample in samples(record, kernels)]
-    return Stored(devices.pop(), names, kernels, fit(plain(rows)))
+            _check_kernels(needed)
+            known = table_and_sources()
+            records = {name: r for name, r in records.items() if of(r) == known}
+        kernels = todays_kernels(records.values())
+    devices = {record.meta["device"] for record in records.values()}
+    if len(devices) > 1:
+        raise ValueError(f"records of {' and '.join(sorted(devices))}: one device is fitted")
+    by_record = {name: samples(record, kernels) for name, record in records.items()}
+    used = {name: rows for name, rows in by_record.items() if rows}
+    rows = [sample for rows in used.values() for sample in rows]
+    return Stored(devices.pop(), tuple(used), kernels, fit(plain(rows)))
 
 
-def _check_sources(names: tuple[str, ...], records: list[Record]) -> None:
+def _file(kind: str, record: Record) -> str:
+    return place(record.meta, None, kind).name
+
+
+def table_and_sources() -> tuple[str, str]:
+    """What decides today which kernels rows are measured with."""
     from cutedsl_fa3.cache import source_fingerprint
+    from cutedsl_fa3.schedules import table_fingerprint
 
-    today = source_fingerprint()
-    for name, record in list(zip(names, records, strict=True))[:2]:  # tune says its schedules
-        if record.meta["kernel_source_hash"] != today:
+    return source_fingerprint(), table_fingerprint()
+
+
+def of(record: Record) -> tuple[str, str | None]:
+    """The same of a record; None for the table where it does not say it."""
+    return record.meta["kernel_source_hash"], record.meta.get("schedules")
+
+
+def _check_kernels(records: Mapping[str, Record]) -> None:
+    what = ("sources", "schedules")
+    for name, record in records.items():
+        pairs = zip(what, of(record), table_and_sources(), strict=True)
+        if other := [each for each, its, today in pairs if its != today]:
             raise ValueError(
-                f"{name} is of other sources than today's, so its kernels are not known; measure "
-                "again, or pass --same-kernels if schedules and lowering are the same"
+                f"{name} does not say that it is of today's {' and '.join(other)}, so its kernels "
+                "are not known; measure again, or pass --same-kernels if schedules and lowering "
+                "are the same"
             )
 
 
@@ -127,11 +152,10 @@ def write(made: Stored, path: Path = FITTED) -> Path:
 
 
 def older(made: Stored) -> str:
-    """A line that says so if the records are of other sources than today's; empty if not."""
-    from cutedsl_fa3.cache import source_fingerprint
-
-    hashes = {name: Record.read(DATA / name).meta["kernel_source_hash"] for name in made.records}
-    old = [name for name, its in hashes.items() if its != source_fingerprint()]
+    """A line that says so if the records are of other kernels than today's; empty if not."""
+    sources, table = table_and_sources()
+    its = {name: of(Record.read(DATA / name)) for name in made.records}
+    old = [name for name, (s, t) in its.items() if s != sources or (t is not None and t != table)]
     return f"of kernels other than today's, so measure and fit again: {', '.join(old)}" * bool(old)
 
 
@@ -159,13 +183,26 @@ def report(made: Stored | None = None) -> str:
     lines += [f"  {len(fitted)} rows, errors: rms {rms:.1%}, largest {max(map(abs, errors)):.1%}"]
     lines += ["", "variants, not fitted: time in units of plain causal"]
     lines += [f"  {'variant':15} head_dim  seqlen  predicted  measured   error"]
-    lines += [_line(each) for each in compared(rows, p) if each.row.variant != "full"]
-    return "\n".join(lines)
+    variants = [each for each in compared(rows, p) if each.row.variant != "full"]
+    lines += [_line(each) for each in variants]
+    return "\n".join([*lines, "", _verdict(variants)])
+
+
+def _verdict(variants: list[Compared]) -> str:
+    """Which variants are further off than `ALLOWED`."""
+    off = [each for each in variants if abs(each.error) > ALLOWED]
+    named = [
+        f"{each.row.variant} {each.error:+.1%} at {each.row.head_dim}, {each.row.seqlen_q}"
+        for each in off
+    ]
+    if not named:
+        return f"all {len(variants)} within {ALLOWED:.0%}"
+    return f"beyond {ALLOWED:.0%}, {len(off)} of {len(variants)}: {'; '.join(named)}"
 
 
 def _line(each: Compared) -> str:
     row = each.row
-    beyond = "  beyond 15%" if abs(each.error) > ALLOWED else ""
+    beyond = f"  beyond {ALLOWED:.0%}" if abs(each.error) > ALLOWED else ""
     return (
         f"  {row.variant:15} {row.head_dim:8} {row.seqlen_q:7} {each.predicted:10.3f} "
         f"{each.measured:9.3f} {each.error:+7.1%}{beyond}"

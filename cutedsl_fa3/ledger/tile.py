@@ -12,7 +12,9 @@
 
 A warp goes through the steps one after the other, each as long as the pipe that it takes longest;
 the warpgroups' products run beside them. How much of the shorter of the two stays hidden is the
-schedule's doing, and a fitted number (fit.py).
+schedule's doing, and a fitted number (fit.py). CTAs that an SM has at a time share its pipes as
+warpgroups do: a tile costs the SM as much as if it were alone, and lasts as many times longer
+(launch.py).
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .instructions import mask_instructions, reads_elements, score_instructions
-from .rates import L2_LATENCY, WGMMA_FLOP, Counts, clocks
+from cutedsl_fa3.variant.distances import evenly_indexed
+
+from .instructions import mask_instructions, reads, score_graph, score_instructions
+from .rates import KEPT_EARLY, L2_LATENCY, WGMMA_FLOP, Counts, clocks
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
 
 ROWS_HELD = 2  # of a tile, by one thread; source: layouts/wgmma.py
+SUMS = 2  # of a row's weights, side by side; source: kernels/sm90/softmax.py
 MMA_K = 16  # of one WGMMA of 16-bit operands
 BYTES = 2  # of an element of Q, K, V and O
 
@@ -107,7 +112,7 @@ def tile_cost(plan: Plan, masked: bool = False) -> TileCost:
     warps = 4 * s.consumers
     steps = []
     for name, counts in instructions(plan, masked).items():
-        waited = s.consumers * L2_LATENCY if _waits_for_memory(plan, name) else 0.0
+        waited = s.consumers * _waited(plan, name)
         steps.append(Step(name, counts, clocks(counts, warps), waited))
     return TileCost(tuple(steps), products_of(plan), s.tile_n * (d + dv) * BYTES)
 
@@ -123,6 +128,7 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
         found["score"] = score_instructions(plan, masked)
     if masked:
         found["mask"] = mask_instructions(plan)
+    early = s.early if s.intra else 0
     if plan.bounded:
         found["weights"] = {"MUFU": scores, "FADD": scores + rows}
     elif variant.weight is None:
@@ -135,17 +141,32 @@ def instructions(plan: Plan, masked: bool) -> dict[str, Counts]:
             "FSEL": 3 * rows,
         }
         found["rescale"] = {"FMUL": outputs + 2 * rows, "FFMA": rows}
+    elif early:
+        found["weights"] = {"FADD": scores * early // 8}  # a sum that holds them before the wait
+    if early:
+        sums = rows * (SUMS if variant.weight is None else 1)
+        kept = {family: sums * count for family, count in KEPT_EARLY.items()}
+        found["weights"] = {**found["weights"], **kept}
     found["rounding"] = {"F2FP": scores / 2}
-    again = products if plan.schedule.persistent else 0  # addresses made uniform once more
-    vote = 12 if plan.schedule.lazy else 0
+    again = products if s.persistent else 0  # addresses made uniform once more
+    vote = 12 if s.lazy else 0
     word = 24 if plan.by_tile else 0  # which tile, from the producer
     bookkeeping = 45 + 3 * products + again + vote + word
     found["waits"] = {"HGMMA": products, "bookkeeping": bookkeeping}
     return found
 
 
-def _waits_for_memory(plan: Plan, step: str) -> bool:
-    """Whether a step reads captured tensors by query or key, and so waits for L2 once."""
-    v = plan.variant
-    graphs = {"score": (v.score, v.weight), "mask": (v.mask,)}.get(step, ())
-    return reads_elements(graphs)
+def _waited(plan: Plan, step: str) -> float:
+    """Clocks that a step of one warpgroup waits for captured tensors read by query or key: L2 once.
+
+    What a score function reads evenly by distance is asked for before the wait for S
+    (kernels/sm90/mainloop.py), so S's product covers a part.
+    """
+    graph = {"score": score_graph(plan), "mask": plan.variant.mask}.get(step)
+    loads = reads(graph)
+    if graph is None or not loads:
+        return 0.0
+    if step == "mask" or not loads <= evenly_indexed(graph).keys():
+        return L2_LATENCY
+    s, (d, _) = plan.schedule, plan.problem.tile_dims
+    return max(0.0, L2_LATENCY - 2 * s.tile_m * s.tile_n * d / s.consumers / WGMMA_FLOP)

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from . import lower, shared
-from .distances import COLUMN, ELEMENT, ROW, Steps, distances, evenly_indexed
+from .distances import COLUMN, ELEMENT, ROW, Steps, along_last, distances, evenly_indexed
 from .fusion import Capped, capped, lines, multiples, spoils_row, varies
 from .graph import Graph, Node, Ref, Value
 from .lower import (
@@ -35,8 +35,7 @@ from .lower import (
 )
 from .pairs import offset_from_k, read_along_k
 
-# Indices that grow by no more a step, over fewer keys, stay Int32 on their way over a tile.
-MOST_STEPS, FAR_APART = 64, 2**24
+FAR_APART = 2**24  # keys; over fewer, indices that grow along the last stay Int32 on their way
 
 
 class Lowering:
@@ -67,7 +66,7 @@ class Lowering:
         self.unclamped = {
             number: grows[-1]
             for number, grows in self.evenly_indexed.items()
-            if _along_last(grows) and _is_dense(captures[graph.nodes[number].args[0]])
+            if along_last(grows) and _is_dense(captures[graph.nodes[number].args[0]])
         }
         self.functions = functions_of_one(graph, self.capped)
         self.uniform: dict[int, Any] = {}
@@ -360,11 +359,6 @@ class Element:
         indices[-1] = indices[-1] - ahead if ahead else indices[-1]
         below = offset is not None and offset < 0
         return load_pair(self.of.captures[node.args[0]], indices, node.dtype, below)
-
-
-def _along_last(grows: tuple[tuple[int, int], ...]) -> bool:
-    """Whether only the last index grows, and so slowly that its way over a tile is an Int32."""
-    return not any(map(any, grows[:-1])) and max(map(abs, grows[-1])) <= MOST_STEPS
 
 
 def _is_dense(capture: cute.Tensor) -> bool:

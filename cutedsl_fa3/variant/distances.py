@@ -14,6 +14,8 @@ from .graph import Graph, Ref
 # Inputs by what they differ along.
 ROW, COLUMN, ELEMENT = frozenset({"q", "lse"}), frozenset({"k"}), frozenset({"score", "o"})
 
+MOST_STEPS = 64  # of an index with each query or key, so that its way over tiles is an Int32
+
 
 class Steps(NamedTuple):
     """An integer node that grows by `q` with each query and by `k` with each key."""
@@ -58,6 +60,11 @@ def evenly_indexed(graph: Graph) -> dict[int, tuple[tuple[int, int], ...]]:
         if None not in grows and all(q == 0 or k == 0 for q, k in grows) is False:
             found[number] = grows
     return found
+
+
+def along_last(grows: tuple[tuple[int, int], ...]) -> bool:
+    """Whether of a load's indices only the last grows, and slowly; its steps are numbers then."""
+    return not any(map(any, grows[:-1])) and max(map(abs, grows[-1])) <= MOST_STEPS
 
 
 def _steps(graph: Graph, value: Any) -> tuple[int, int] | None:

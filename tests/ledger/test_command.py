@@ -24,7 +24,7 @@ def test_it_refuses_to_fit_where_there_is_nothing_to_fit(tmp_path: Path, monkeyp
     monkeypatch.setattr(stored, "DATA", tmp_path)
     result = CliRunner().invoke(app, ["ledger", "--accept"])
     assert result.exit_code == 2
-    assert "no record of bench, variants, tune" in result.output
+    assert "no record of bench, variants in" in result.output
 
 
 def test_what_it_accepts_it_writes_with_the_readme(tmp_path: Path, monkeypatch):

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from cutedsl_fa3 import Variant, masks, scores
+from cutedsl_fa3.cases import Case
 from cutedsl_fa3.ledger import stored
-from cutedsl_fa3.ledger.fit import PLAIN, Compared, Measured, Sample, compared, fit, measured, plain
+from cutedsl_fa3.ledger.fit import (
+    HIGHEST_CLOCK,
+    MOST,
+    PLAIN,
+    Compared,
+    Measured,
+    Sample,
+    compared,
+    fit,
+    kernel_of,
+    measured,
+    plain,
+    samples,
+    todays_kernels,
+)
 from cutedsl_fa3.ledger.launch import Parameters
 from cutedsl_fa3.ledger.stored import ALLOWED, README, Stored
 from cutedsl_fa3.peers import OURS
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.record import Record, Row
+from cutedsl_fa3.record import Record, Row, ScheduleRow, place
 
 
 @functools.cache
@@ -96,6 +112,17 @@ def test_times_that_the_model_makes_give_its_parameters_back():
     assert found.exposed == pytest.approx(truth.exposed, abs=0.03)
 
 
+def test_what_the_rows_hardly_tell_stays_within_what_hardware_does():
+    found = [s for s in plain(kept()[1]) if s.row.head_dim == 128]
+    faster = [
+        dataclasses.replace(s, row=dataclasses.replace(s.row, ms=s.row.ms / 2)) for s in found
+    ]
+    assert again().clock < HIGHEST_CLOCK == fit(faster).clock
+    assert again().launch < MOST["launch"]
+    late = [dataclasses.replace(s, row=dataclasses.replace(s.row, ms=s.row.ms + 1)) for s in found]
+    assert fit(late).launch == pytest.approx(MOST["launch"], rel=0.01)
+
+
 def test_the_readme_says_how_the_fit_does():
     text = README.read_text()
     assert stored.report(kept()[0]) in text
@@ -112,10 +139,21 @@ def test_what_is_written_is_what_is_read(tmp_path: Path):
     assert path.read_text() == stored.FITTED.read_text()
 
 
-def record(tmp_path: Path, kind: str, **meta) -> None:
-    known = {"device": "NVIDIA H200", "date": "2030-01-01T00:00:00+00:00"}
+def test_fewer_rows_than_parameters_are_refused():
+    few = plain(kept()[1])[:3]
+    with pytest.raises(ValueError, match="3 rows of full and causal attention for"):
+        fit(few)
+
+
+DATE = "2030-01-01T00:00:00+00:00"
+
+
+def record(folder: Path, kind: str, rows=(), **meta) -> None:
+    """A record as `stored` looks for it, of a device and sources that can be said."""
+    known = {"device": "NVIDIA H200", "date": DATE}
     names = ("driver", "torch", "cutlass", "toolchain", "commit", "kernel_source_hash")
-    Record(dict.fromkeys(names, "x") | known | meta).write(tmp_path / f"{kind}-h200.json")
+    meta = dict.fromkeys(names, "x") | known | meta
+    Record(meta, tuple(rows)).write(place(meta, folder, kind))
 
 
 def test_records_of_other_kernels_than_todays_are_named(monkeypatch):
@@ -130,12 +168,86 @@ def test_records_of_other_kernels_than_todays_are_named(monkeypatch):
 
 def test_records_of_other_sources_or_devices_are_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(stored, "DATA", tmp_path)
-    with pytest.raises(ValueError, match="no record of bench, variants, tune"):
+    with pytest.raises(ValueError, match="no record of bench, variants in"):
         stored.renewed()
-    for kind in stored.KINDS:
-        record(tmp_path, kind)
-    with pytest.raises(ValueError, match="of other sources than today's"):
-        stored.renewed()
-    record(tmp_path, "tune", device="NVIDIA H100")
+    sources, table = stored.table_and_sources()
+    record(tmp_path, "bench", **TODAY)
+    for other, said in (
+        ({"kernel_source_hash": "x", "schedules": table}, "sources"),
+        ({"kernel_source_hash": sources, "schedules": "x"}, "schedules"),
+        ({"kernel_source_hash": sources}, "schedules"),
+        ({"kernel_source_hash": "x"}, "sources and schedules"),
+    ):
+        record(tmp_path, "variants", **other)
+        with pytest.raises(ValueError, match=rf"variants-.* that it is of today's {said}, so"):
+            stored.renewed()
+    (tmp_path / "variants-h200-20300101-000000.json").unlink()
+    record(tmp_path, "variants", device="NVIDIA H100", **TODAY)
     with pytest.raises(ValueError, match="records of NVIDIA H100 and NVIDIA H200"):
         stored.renewed()
+
+
+TRUTH = Parameters(
+    1.7, 9000.0, {"persistent": 4000.0}, {"2 intra": 0.4, "3 both": 0.1, "4 none": 0.3}
+)
+TODAY = dict(zip(("kernel_source_hash", "schedules"), stored.table_and_sources(), strict=True))
+
+
+def row(variant: str, d: int, seqlen: int, off: float = 1.0) -> Row:
+    """A row of ours, `off` times as long as `TRUTH` says of today's kernel."""
+    sizes = (d, d, seqlen, seqlen, 8192 // seqlen, 16, 16)
+    made = Row(OURS, "forward", variant, "bf16", *sizes, 1.0, 1.0, 0.0, ())
+    (sample,) = samples(Record({}, (made,)), todays_kernels([Record({}, (made,))]))
+    return dataclasses.replace(made, ms=sample.predicted(TRUTH) * off)
+
+
+@functools.cache
+def grid() -> list[Row]:
+    return [row(name, d, n) for name in PLAIN for d in (64, 128) for n in (1024, 2048, 4096)]
+
+
+def test_todays_kernels_are_those_of_their_lengths():
+    kernels = todays_kernels([Record({}, tuple(grid()))])
+    few = kernel_of(row("causal", 64, 1024), kernels)
+    assert Schedule(**few.schedule).residents == 4
+    assert Schedule(**kernel_of(row("causal", 64, 2048), kernels).schedule).residents == 1
+    assert Schedule(**kernel_of(row("full", 64, 1024), kernels).schedule).residents == 1
+    assert sum("1024" in name for name in kernels) == 1  # the others are for any lengths
+
+
+def test_new_records_are_fitted_without_a_gpu_and_what_is_off_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "DATA", tmp_path)
+    plain_ones = [row(name, 128, 2048) for name in PLAIN]
+    variants = [row("alibi", 128, 2048), row("softcap:30", 128, 2048, off=1.25)]
+    record(tmp_path, "bench", grid(), **TODAY)
+    record(tmp_path, "variants", plain_ones + variants, **TODAY)
+    made = stored.renewed()
+    assert made.records == tuple(f"{kind}-h200-20300101-000000.json" for kind in stored.NEEDED)
+    assert made.parameters.clock == pytest.approx(TRUTH.clock, rel=0.02)
+    assert made.parameters.exposed == pytest.approx(TRUTH.exposed, abs=0.03)
+    last = stored.report(made).splitlines()[-1]
+    assert last == "beyond 15%, 1 of 2: softcap:30 -20.0% at 128, 2048"
+    again = stored.renewed(same_kernels=True)
+    assert again.parameters.clock == pytest.approx(made.parameters.clock)
+
+
+def test_schedules_beside_each_other_are_fitted_only_where_they_are_of_the_same_kernels(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(stored, "DATA", tmp_path)
+    record(tmp_path, "bench", grid(), **TODAY)
+    record(tmp_path, "variants", [row(name, 128, 2048) for name in PLAIN], **TODAY)
+    one = row("causal", 128, 2048)
+    its = asdict(Plan.default(Variant(mask=masks.causal), Problem("bf16", 128, 128)).schedule)
+    schedules = [its | {"overlap": "none"}, its | {"tile_n": 96}, its | {"persistent": False}]
+    lengths = {f.name: getattr(one, f.name) for f in dataclasses.fields(Case)}
+    beside = [ScheduleRow(**lengths, schedule=s, ms=1.0, tflops=1.0, samples=()) for s in schedules]
+    record(tmp_path, "tune", beside, kernel_source_hash="x")
+    assert (
+        len(stored.renewed().records) == 2 and "2 none" not in stored.renewed().parameters.exposed
+    )
+    record(tmp_path, "tune", beside, **TODAY)
+    made = stored.renewed()
+    assert made.records[2] == "tune-h200-20300101-000000.json"
+    assert "2 none" in made.parameters.exposed and set(made.parameters.work_tile) == {"persistent"}
+    assert sum(isinstance(sample.row, ScheduleRow) for sample in made.samples) == 1

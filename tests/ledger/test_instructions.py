@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cutedsl_fa3 import Variant, configs, contract, masks
+from cutedsl_fa3 import Variant, configs, contract, masks, scores
 from cutedsl_fa3.audit import disassemble
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.ledger.instructions import columns, score_instructions
@@ -71,7 +71,7 @@ def contracts() -> contract.Contracts:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=LOOPS.get)
-@pytest.mark.parametrize("plan", configs.configs(), ids=configs.label)
+@pytest.mark.parametrize("plan", configs.every(), ids=configs.label)
 def test_a_tile_of_every_shipped_kernel_has_the_instructions_that_the_table_says(plan, masked):
     parts = contracts().kernels[contract.label(plan.kernel)].parts
     code = families(dict(parts[contract.part_named(parts, LOOPS[masked])]))
@@ -83,9 +83,9 @@ def test_a_tile_of_every_shipped_kernel_has_the_instructions_that_the_table_says
     assert total == pytest.approx(code[contract.TOTAL], rel=0.12)
 
 
-def small(variant: Variant, tile_n: int) -> Plan:
+def small(variant: Variant, tile_n: int, dtype: str = "bf16", pack: int = 1) -> Plan:
     """A plan that compiles fast."""
-    return Plan(variant, Problem("bf16", 64, 64), Schedule(64, tile_n, 2, 1, "none"))
+    return Plan(variant, Problem(dtype, 64, 64), Schedule(64, tile_n, 2, 1, "none", pack=pack))
 
 
 def compiled_code(plan: Plan) -> dict[str, Counter]:
@@ -114,6 +114,7 @@ FUNCTIONS = {
     "of the unit": (torch.exp, torch.exp2, torch.log2, torch.log, torch.sqrt, torch.sin, torch.cos),
     "cancelling": (torch.expm1, torch.log1p, torch.erf),
     "activations": (F.silu, F.gelu, F.softplus, functools.partial(F.gelu, approximate="tanh")),
+    "capped": (lambda x: 30.0 * torch.tanh(x + x * x),),
     "rounding and saturating": (torch.floor, torch.ceil, torch.trunc, torch.tanh, torch.sigmoid),
 }
 
@@ -170,9 +171,49 @@ def test_values_of_a_query_of_a_key_and_of_a_tile_are_counted_once_each():
 
 
 def test_neighbours_share_a_reciprocal_unless_a_mask_may_hide_them():
-    plan = small(Variant(score=lambda s, b, h, q, k: torch.tanh(s)), 64)
+    plan = small(Variant(score=lambda s, b, h, q, k: torch.tanh(s)), 64, "fp16")
     full, masked = score_instructions(plan), score_instructions(plan, masked=True)
     assert (full["MUFU"], masked["MUFU"]) == ((1 + 1 / MOST["tanh"]) * 32, 2 * 32)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=LOOPS.get)
+def test_a_cap_under_a_bounded_softmax_is_the_units_tanh_between_two_products(masked):
+    variant = Variant(scores.softcap(30.0))
+    plan = small(variant, 64)
+    assert plan.bounded and not small(variant, 64, "fp16").bounded
+    assert score_instructions(plan, masked) == {"FMUL": 2 * 32, "MUFU": 32}
+
+
+def test_what_is_read_by_distance_has_no_address_of_its_own_where_no_mask_is_needed():
+    table = torch.zeros(4, 2049)
+    plan = small(Variant(lambda s, b, h, q, k: s + table[h, k - q + 1024]), 64)
+    full, masked = score_instructions(plan), score_instructions(plan, masked=True)
+    assert full["LDG"] == masked["LDG"] and full["FFMA"] == masked["FFMA"]
+    assert full["IMAD"] == 1 < masked["IMAD"] == masked["LDG"]
+    assert full["VIADD"] == 1 < masked["VIADD"]
+    across = table.T
+    apart = small(Variant(lambda s, b, h, q, k: s + across[k - q + 1024, h]), 64)
+    assert score_instructions(apart) == score_instructions(apart, masked=True)
+
+
+def test_rows_of_several_heads_share_what_is_the_same_for_their_heads_and_queries():
+    table, keys = torch.zeros(16, 2049), torch.zeros(16, 63)
+    n = len(columns(64))
+
+    def loads(score, pack: int) -> int:
+        return score_instructions(small(Variant(score), 64, pack=pack))["LDG"]
+
+    def by_distance(s, b, h, q, k):
+        return s + table[h, k - q + 1024]
+
+    queries_apart = {1: 8, 2: 4, 4: 2, 8: 1}
+    for pack, apart in queries_apart.items():
+        distances = {k - q for k in columns(64) for q in (0, apart)}
+        assert loads(by_distance, pack) == len(distances)
+    assert loads(by_distance, 16) == 2 * n  # of one query, and each of a head of its own
+    assert loads(lambda s, b, h, q, k: s + keys[0, k], 16) == n
+    assert loads(lambda s, b, h, q, k: s + keys[h, k], 8) == n
+    assert loads(lambda s, b, h, q, k: s + keys[h, k], 16) == 2 * n
 
 
 def test_a_mask_selects_once_for_each_condition_that_must_hold():

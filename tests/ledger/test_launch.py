@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cutedsl_fa3 import Variant, masks
 from cutedsl_fa3.ledger import launch
 from cutedsl_fa3.ledger.launch import Parameters, Sizes, makespan, visit_counts
+from cutedsl_fa3.ledger.rates import SMS
 from cutedsl_fa3.pipelines import Schedule, TileOrder
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
@@ -91,6 +92,37 @@ def test_more_work_tiles_than_are_handed_out_are_estimated_within_a_piece(monkey
     exact = makespan(many)
     monkeypatch.setattr(launch, "MOST_HANDED_OUT", 100)
     assert makespan(many) == pytest.approx(exact, abs=max(many))
+
+
+ONE = Parameters(1.0, 0.0, {"persistent": 50.0}, {"1 none": 1.0})
+
+
+def clocks_of(work_tiles: int, residents: int) -> float:
+    """Of a launch of equal work tiles, three key tiles of 100 clocks each."""
+    schedule = Schedule(64, 64, 2, 1, "none", persistent=True, residents=residents)
+    visits = launch.Visits(torch.full((work_tiles,), 3.0), torch.zeros(work_tiles))
+    return launch.milliseconds(schedule, 100.0, 100.0, visits, ONE) * 1e6
+
+
+@pytest.mark.parametrize("residents", [1, 2, 3, 4])
+def test_ctas_beside_each_other_share_the_pipes_and_not_their_overheads(residents):
+    rounds = 12 // residents
+    found = clocks_of(12 * SMS, residents)
+    assert found == pytest.approx(rounds * (residents * 300.0 + 50.0))
+
+
+@pytest.mark.parametrize("residents", [2, 4])
+def test_a_cta_that_is_alone_on_its_multiprocessor_shares_nothing(residents):
+    assert clocks_of(SMS, residents) == pytest.approx(350.0)
+    assert clocks_of(SMS + 1, residents) == pytest.approx(650.0)
+
+
+def test_warpgroups_of_several_ctas_count_as_those_of_one():
+    made = Parameters(1.8, 0.0, {"persistent": 5.0}, {"2 intra": 0.4, "3 both": 0.1, "3 none": 0.2})
+    three = Schedule(64, 64, 2, 1, "none", residents=3, persistent=True)
+    assert launch.overlap_kind(three) == "3 none" and made.knows(three)
+    four = Schedule(64, 64, 2, 1, "none", residents=4, persistent=True)
+    assert not made.knows(four) and made.exposed_by(four) == 0.2
 
 
 def test_a_kind_of_schedule_that_was_not_fitted_takes_the_most_of_its_like():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cutedsl_fa3 import Elementwise, Variant, masks, scores
-from cutedsl_fa3.ledger.rates import FAMILIES, PIPES, WGMMA_FLOP, clocks
+from cutedsl_fa3.ledger.rates import FAMILIES, L2_LATENCY, PIPES, WGMMA_FLOP, clocks
 from cutedsl_fa3.ledger.tile import Step, TileCost, tile_cost
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
@@ -62,6 +64,43 @@ def test_only_a_tile_that_needs_it_has_the_mask_and_only_loads_by_position_wait(
     assert cost(own).step("mask") is None
     assert cost(own, masked=True).step("mask").waited > 0
     assert cost(short, masked=True).step("mask").waited == 0
+
+
+def test_what_is_read_by_distance_waits_as_far_as_the_product_of_s_does_not_cover_it():
+    table, rows = torch.zeros(2049), torch.zeros(2048)
+    by_distance = Variant(lambda s, b, h, q, k: s + table[k - q + 1024])
+    by_query = Variant(lambda s, b, h, q, k: s + rows[q])
+
+    def waited(variant: Variant, tile_n: int, dims: int) -> float:
+        return cost(variant, tile=(128, tile_n), dims=(dims, dims)).step("score").waited
+
+    of_s = 2 * 64 * 96 * 64 / WGMMA_FLOP  # of one warpgroup
+    assert of_s < L2_LATENCY
+    assert waited(by_distance, 96, 64) == pytest.approx(2 * (L2_LATENCY - of_s))
+    assert waited(by_distance, 128, 128) == 0
+    assert waited(by_query, 96, 64) == waited(by_query, 128, 128) == 2 * L2_LATENCY
+
+
+@pytest.mark.parametrize("early", [0, 2, 8])
+def test_weights_before_a_wait_are_summed_and_their_sums_kept(early):
+    schedule = Schedule(128, 96, 2, 2, "intra", early=early)
+    plan = Plan(Variant(softmax=Elementwise(torch.sigmoid)), Problem("bf16", 64, 64), schedule)
+    step = tile_cost(plan).step("weights")
+    assert (step.instructions["FADD"] if step else 0) == 48 * early / 8
+    assert (step.instructions["ISETP"] if step else 0) == (2 if early else 0)
+    online = tile_cost(replace(plan, variant=Variant())).step("weights")
+    assert online.instructions.get("ISETP", 0) == (4 if early else 0)
+    assert (
+        tile_cost(replace(plan, schedule=replace(schedule, overlap="none"))).step("weights") is None
+    )
+
+
+def test_ctas_beside_each_other_cost_a_tile_what_one_does():
+    alone = Plan(
+        Variant(mask=masks.causal), Problem("bf16", 64, 64), Schedule(64, 64, 2, 1, "none")
+    )
+    beside = replace(alone, schedule=replace(alone.schedule, residents=4))
+    assert tile_cost(beside, masked=True) == tile_cost(alone, masked=True)
 
 
 def test_steps_grow_with_the_number_of_warpgroups_and_keys():
