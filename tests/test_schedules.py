@@ -1,6 +1,8 @@
-"""When heads that share a key head share work tiles, and what is refused of it."""
+"""When heads that share a key head share work tiles; what tells one table from another."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +16,14 @@ from cutedsl_fa3.inputs import LARGEST_ROW, check_grid
 from cutedsl_fa3.pipelines import PACKS, Schedule, ScheduleError
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.schedules import FEWER, largest_pack, packed
+from cutedsl_fa3.schedules import (
+    FEWER,
+    TABLE,
+    default_schedule,
+    largest_pack,
+    packed,
+    table_fingerprint,
+)
 
 CAUSAL = fa3.Variant(mask=masks.causal)
 BY_HEAD = fa3.Variant(mask=lambda b, h, q, k: q - k < 50 * (h + 1))
@@ -73,8 +82,8 @@ def test_heads_share_tiles_where_that_leaves_fewer_and_only_heads_of_one_key_hea
 )
 def test_a_call_with_few_queries_packs_its_heads(seqlen_q, heads, kv_heads, pack):
     made = chosen(seqlen_q, heads, kv_heads)
-    default = Plan.default(CAUSAL, Problem("bf16", 64, 64)).schedule
-    assert made == Schedule(**{**vars(default), "pack": pack})
+    default = default_schedule(CAUSAL, Problem("bf16", 64, 64), 300)
+    assert made == replace(default, pack=pack)
 
 
 def test_the_kernel_of_a_call_is_that_of_its_lengths(gpu):
@@ -122,3 +131,21 @@ def test_the_largest_pack_divides_the_heads_that_share_a_key_head(group, kv_head
     largest = largest_pack(group * kv_heads, kv_heads)
     assert group % largest == 0
     assert not [pack for pack in PACKS if pack > largest and group and group % pack == 0]
+
+
+def test_a_table_that_chooses_otherwise_has_another_fingerprint(monkeypatch):
+    today = table_fingerprint()
+    first, *rest = TABLE
+
+    def with_first(**changes):
+        monkeypatch.setattr("cutedsl_fa3.schedules.TABLE", (replace(first, **changes), *rest))
+        return table_fingerprint()
+
+    assert with_first(why="another reason", record="a.json") == today
+    changes = ({"tile_n": 112}, {"needs": "nothing"}, {"residents": 2}, {"keys": 9}, {"lazy": True})
+    assert len({today, *(with_first(**each) for each in changes)}) == 1 + len(changes)
+    monkeypatch.setattr("cutedsl_fa3.schedules.TABLE", tuple(rest))
+    assert table_fingerprint() != today
+    monkeypatch.undo()
+    monkeypatch.setattr("cutedsl_fa3.schedules.SHORT", ())
+    assert table_fingerprint() != today
