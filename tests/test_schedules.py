@@ -14,7 +14,6 @@ from cutedsl_fa3 import masks
 from cutedsl_fa3.errors import Unsupported
 from cutedsl_fa3.inputs import LARGEST_ROW, check_grid
 from cutedsl_fa3.pipelines import PACKS, Schedule, ScheduleError
-from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
 from cutedsl_fa3.schedules import (
     FEWER,
