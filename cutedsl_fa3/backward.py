@@ -243,7 +243,8 @@ def _rows(
     dlse: torch.Tensor | None,
 ) -> _Rows:
     """One pass over the rows; what an epilogue loads gets its gradient here."""
-    o, do = o.to(call.compute), do.to(call.compute)
+    # In one layout, so that sums over a row are added up in one order.
+    o, do = (t.to(call.compute).contiguous() for t in (o, do))
     through = torch.zeros((), dtype=call.compute, device=o.device)
     if dlse is not None:
         through = dlse.to(call.compute)

@@ -34,7 +34,7 @@ from .inputs import (
 from .pipelines import Schedule
 from .plans import Plan
 from .problem import Problem
-from .schedules import default_schedule, schedule_for
+from .schedules import Extents, default_schedule, schedule_for
 from .variant import Variant
 from .variant.evaluate import evaluate
 from .variant.pairs import dense, pairs
@@ -279,8 +279,8 @@ def schedule_of_lengths(
 ) -> Schedule | None:
     """The table's schedule for these lengths and heads; None if it is that for any."""
     problem = Problem(NAMES[q.dtype], q.shape[3], v.shape[3])
-    seqlens = q.shape[1], k.shape[1]
-    found = schedule_for(variant, problem, seqlens, q.shape[2], k.shape[2])
+    extents = Extents(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    found = schedule_for(variant, problem, extents)
     return None if found == default_schedule(variant, problem) else found
 
 

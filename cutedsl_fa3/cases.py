@@ -15,6 +15,7 @@ import torch
 from .named import Lengths, named, visible_pairs
 from .peers import Inputs
 from .problem import DTYPES, Problem
+from .schedules import Extents
 
 Dims = tuple[int, int]  # head_dim, head_dim_v
 
@@ -53,6 +54,12 @@ class Case:
     def problem(self) -> tuple[str, int, int]:
         """What is fixed when a kernel is compiled: dtype and head sizes."""
         return self.dtype, self.head_dim, self.head_dim_v
+
+    @property
+    def extents(self) -> Extents:
+        """What else a schedule may depend on."""
+        sizes = self.seqlen_q, self.seqlen_k, self.heads, self.kv_heads
+        return Extents(self.batch, *sizes)
 
     @property
     def flops(self) -> float:

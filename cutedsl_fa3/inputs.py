@@ -17,7 +17,7 @@ from .errors import LayoutError, Unsupported
 from .layouts import Diagnosis, Tile, explain, refusal
 from .pipelines import MAX_GRID, Schedule, ScheduleError
 from .problem import DTYPES, Problem
-from .schedules import largest_pack
+from .schedules import packs_of
 from .variant import Ref, Variant
 from .variant.graph import CAPTURE_DTYPES, DType
 from .variant.solve import LARGEST
@@ -126,7 +126,7 @@ def check_schedule(schedule: Schedule | None, q: torch.Tensor, k: torch.Tensor) 
         raise ScheduleError(
             f"schedule.pack = {schedule.pack}: q has {heads} heads and k {kv_heads}, and tiles are "
             f"of heads that share a key head, so pack must divide {heads // kv_heads}; use "
-            f"pack={largest_pack(heads, kv_heads)}"
+            f"pack={max(packs_of(heads, kv_heads), default=1)}"
         )
 
 

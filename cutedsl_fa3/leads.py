@@ -102,8 +102,7 @@ LEADS = (
 def chosen(case: Case) -> Schedule:
     """The table's schedule for a problem."""
     variant = named(case.variant, case.lengths()).variant
-    seqlens = case.seqlen_q, case.seqlen_k
-    return schedule_for(variant, Problem(*case.problem), seqlens, case.heads, case.kv_heads)
+    return schedule_for(variant, Problem(*case.problem), case.extents)
 
 
 def tried(lead: Lead, case: Case) -> Iterator[tuple[Change, Schedule]]:

@@ -217,7 +217,7 @@ def _forward(
     from . import interface  # which imports this module
 
     with torch.no_grad():
-        return interface._call(q, k, v, variant, *options)
+        return interface._call(q, k, v, variant, *options, reads_lse=True)
 
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]

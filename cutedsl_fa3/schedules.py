@@ -18,10 +18,22 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
+from .ledger.rates import SMS
 from .pipelines import PACKS, Overlap, Schedule, Store
 from .problem import Problem
 from .variant import Variant
 from .variant.describe import differs_by_head, most_edges, most_spans
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What a schedule may depend on besides types and head sizes."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
 
 
 @dataclass(frozen=True)
@@ -107,8 +119,10 @@ SHORT = (
 # at d64 509 (one head after the other: 487), at d128 646 (629), in the same record.
 HEAD_GROUP = 8
 
-# Heads share tiles where that leaves at most so many of the work tiles: each reads all keys that it
-# sees, however few of its rows are queries, so their number is the time. Not measured yet.
+# Heads share tiles where that leaves at most so many of a CTA's turns. Each work tile reads all
+# keys that it sees, however few of its rows are queries: with two turns for one, few queries take
+# twice as long. Fewer tiles than CTAs are no gain, and leave some idle (1.36 times as long with 16
+# heads on 8 tiles): notebooks/leads.md.
 FEWER = 0.9
 
 
@@ -169,31 +183,32 @@ def default_schedule(variant: Variant, problem: Problem, seqlen_k: int | None = 
     return serving_row(variant, problem, seqlen_k).schedule(masked=variant.mask is not None)
 
 
-def schedule_for(
-    variant: Variant, problem: Problem, seqlens: tuple[int, int], heads: int, kv_heads: int
-) -> Schedule:
-    """The table's schedule for queries and keys of these lengths and this many heads."""
-    seqlen_q, seqlen_k = seqlens
-    default = default_schedule(variant, problem, seqlen_k)
-    return packed(default, variant, seqlen_q, heads, kv_heads)
+def schedule_for(variant: Variant, problem: Problem, extents: Extents) -> Schedule:
+    """The table's schedule for tensors of these extents."""
+    default = default_schedule(variant, problem, extents.seqlen_k)
+    pack = 1 if differs_by_head(variant.mask) else packed(default, extents)
+    return default if pack == 1 else replace(default, pack=pack)
 
 
-def packed(
-    schedule: Schedule, variant: Variant, seqlen_q: int, heads: int, kv_heads: int
-) -> Schedule:
-    """The same with the heads that share a key head in one tile, where that helps (`FEWER`).
-
-    They are as many as a power of 2 divides their number; the fewest work tiles come of that.
-    """
-    pack = largest_pack(heads, kv_heads)
-    if pack == 1 or differs_by_head(variant.mask):
-        return schedule
-    together = replace(schedule, pack=pack)
-    few, many = (-(-seqlen_q // each.queries) for each in (together, schedule))
-    return together if few <= FEWER * many * pack else schedule
-
-
-def largest_pack(heads: int, kv_heads: int) -> int:
-    """The largest number of heads in a tile that divides those that share a key head."""
+def packs_of(heads: int, kv_heads: int) -> list[int]:
+    """How many heads may share a tile: what divides the number of those that share a key head."""
     group = heads // max(1, kv_heads)
-    return max(pack for pack in PACKS if group % pack == 0) if group else 1
+    return [pack for pack in PACKS if group and group % pack == 0]
+
+
+def packed(schedule: Schedule, extents: Extents) -> int:
+    """How many heads of a key head share a tile: as few as leave the fewest turns (`FEWER`)."""
+    packs = packs_of(extents.heads, extents.kv_heads)
+    turns = {pack: _turns(schedule, extents, pack) for pack in packs}
+    best = min(packs, key=lambda pack: (turns[pack], pack), default=1)
+    return best if turns and turns[best] <= FEWER * turns[1] else 1
+
+
+def _turns(schedule: Schedule, extents: Extents, pack: int) -> int:
+    """How many work tiles one of the CTAs that a GPU runs at a time has, at most, if all are alike.
+
+    Of an H100 or H200, so that a plan is the same wherever it is made.
+    """
+    blocks = -(-extents.seqlen_q // (schedule.tile_m // pack))
+    tiles = extents.batch * (extents.heads // pack) * blocks
+    return -(-tiles // (SMS * schedule.residents))

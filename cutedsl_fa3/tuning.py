@@ -44,7 +44,7 @@ from .pipelines import PACKS, Overlap, Schedule
 from .plans import Plan
 from .problem import Problem
 from .record import ScheduleRow
-from .schedules import schedule_for
+from .schedules import Extents, schedule_for
 from .variant import Variant
 from .variant.evaluate import evaluate
 
@@ -165,7 +165,8 @@ def tune(
     q, k, v = (t.detach() for t in (q, k, v))
     problem = Problem(tuned.NAMES[q.dtype], q.shape[3], v.shape[3])
     heads, kv_heads = q.shape[2], k.shape[2]
-    default = schedule_for(variant, problem, (q.shape[1], k.shape[1]), heads, kv_heads)
+    extents = Extents(q.shape[0], q.shape[1], k.shape[1], heads, kv_heads)
+    default = schedule_for(variant, problem, extents)
     given = None if schedules is None else _given((q, k), variant, problem, default, schedules)
 
     def look(best: Schedule) -> Mapping[str, Schedule | str]:
@@ -422,8 +423,7 @@ def around(
 def candidates(case: Case) -> list[Schedule]:
     """The default schedule, then every legal one that differs from it in one field of `VALUES`."""
     variant, problem = named(case.variant, case.lengths()).variant, Problem(*case.problem)
-    seqlens = case.seqlen_q, case.seqlen_k
-    default = schedule_for(variant, problem, seqlens, case.heads, case.kv_heads)
+    default = schedule_for(variant, problem, case.extents)
     found = around(variant, problem, default, default, case.heads // case.kv_heads)
     return [one for one in found.values() if isinstance(one, Schedule)]
 

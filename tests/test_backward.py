@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twin_cases import BATCH, HEADS, KV_HEADS, drawn, plain, variants
 
-from cutedsl_fa3 import OnlineSoftmax, Variant, backward, masks, reference, scores
+from cutedsl_fa3 import OnlineSoftmax, Variant, backward, masks, named, reference, scores
 from cutedsl_fa3.gallery_page import EXAMPLES
 from cutedsl_fa3.variant import Elementwise
 
@@ -62,6 +62,12 @@ def test_every_shipped_function_has_the_references_gradients(example):
 @pytest.mark.parametrize("name", variants())
 def test_every_kind_of_variant_has_the_references_gradients(name):
     check_exactly(variants()[name], BATCH, 50, 75, HEADS, KV_HEADS, 8, 8)
+
+
+@pytest.mark.parametrize("name", named.EXAMPLES)
+def test_every_named_variant_has_the_references_gradients(name):
+    chosen = named.named(name, named.Lengths(2, 50, 60))
+    check_exactly(chosen.variant, 1, 50, 60, 2, 1, 8, 8)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
@@ -116,6 +122,21 @@ def test_which_captured_tensors_have_a_gradient_is_known_without_running():
     numbers = {i for i, t in enumerate(variant.captures) if t is sink or t is names[1]}
     assert backward.differentiable(variant) == numbers and len(numbers) == 2
     assert backward.differentiable(Variant()) == frozenset()
+
+
+def test_only_tiles_that_meet_are_worked_on_and_only_some_of_them_masked(monkeypatch):
+    """Causal, 4 by 4 tiles: 10 meet, and the mask is applied in the 4 on the diagonal."""
+    worked: list[tuple[int, int, bool]] = []
+    add = backward._Tile.add
+
+    def noted(self: Any, dq: Any, dk: Any, dv: Any, masked: torch.Tensor) -> None:
+        worked.append((self.queries.start // 16, self.keys.start // 16, bool(masked.any())))
+        add(self, dq, dk, dv, masked)
+
+    monkeypatch.setattr(backward._Tile, "add", noted)
+    check_exactly(Variant(mask=masks.causal), 1, 64, 64, 2, 1, 8, 8, tile=(16, 16))
+    wanted = [(m, n, m == n) for n in range(4) for m in range(n, 4)]
+    assert worked == wanted
 
 
 # Finite differences.
@@ -178,6 +199,38 @@ def test_finite_differences_in_full_of_gradients_of_all_kinds():
     )
     given = [t.requires_grad_() for t in wide(1, 3, 4, 2, 1, 8, 8)]
     assert torch.autograd.gradcheck(lambda *t: twin(*t, variant), given)
+
+
+def test_finite_differences_of_captured_tensors():
+    """Values and steps that fp32 holds exactly, since a captured tensor is read in it."""
+    step = 2.0**-11
+    table, gain = torch.arange(-3, 4) / 8, torch.tensor(0.75)
+    sink, gate = torch.tensor([0.5, -1.0]), torch.tensor([1.5, 0.5])
+    variant = Variant(
+        lambda s, b, h, q, k: torch.tanh(s * gain) + table[k - q + 3],
+        masks.window(2, 2),
+        OnlineSoftmax(sink),
+        lambda o, lse, b, h, q: o * torch.sigmoid(lse * gate[h]),
+    )
+    q, k, v = wide(1, 4, 4, 2, 1, 8, 8)
+    do, dlse = upstream_of(q, v, variant)
+    found = of_twin(q, k, v, variant, (do, dlse), (2, 2))
+
+    def total() -> float:
+        out, lse = reference.attention_with_lse(q, k, v, variant, dtype=F64)
+        return ((do * out).sum() + (dlse * lse).sum()).item()
+
+    for number, t in enumerate(variant.captures):
+        for place in range(t.numel()):
+            flat = t.view(-1)
+            sides = []
+            for change in (step, -2 * step, step):  # the last one restores it
+                flat[place] += change
+                sides.append(total())
+            slope = (sides[0] - sides[1]) / (2 * step)
+            assert found[f"t{number}"].view(-1)[place].item() == pytest.approx(
+                slope, rel=1e-5, abs=1e-5
+            )
 
 
 # At the input types: at most twice torch's error, plus one rounding.
@@ -323,7 +376,7 @@ def test_a_sink_of_any_size_gets_a_finite_gradient(sink):
         hold_equal(found, of_reference(q, k, v, variant, upstream))
 
 
-def test_a_shared_memory_of_fp16_holds_large_gradients_of_captured_tensors():
+def test_gradients_of_captured_tensors_are_added_up_in_fp32_beside_fp16_inputs():
     """8,192 pairs of gradient about 1: fp16 sums would stop at 2,048."""
     shift = torch.zeros(())
     variant = Variant(lambda s, b, h, q, k: s + shift, softmax=Elementwise(lambda s: s))

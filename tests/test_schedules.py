@@ -1,4 +1,4 @@
-"""When heads that share a key head share work tiles; what tells one table from another."""
+"""When heads that share a key head share work tiles, and what is refused of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ from cutedsl_fa3.errors import Unsupported
 from cutedsl_fa3.inputs import LARGEST_ROW, check_grid
 from cutedsl_fa3.pipelines import PACKS, Schedule, ScheduleError
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.schedules import (
-    FEWER,
-    TABLE,
-    default_schedule,
-    largest_pack,
-    packed,
-    table_fingerprint,
-)
+from cutedsl_fa3.schedules import FEWER, TABLE, Extents, default_schedule, packed, table_fingerprint
 
 CAUSAL = fa3.Variant(mask=masks.causal)
 BY_HEAD = fa3.Variant(mask=lambda b, h, q, k: q - k < 50 * (h + 1))
@@ -32,49 +25,54 @@ def drawn(seqlen, heads, batch=2):
     return torch.zeros(batch, seqlen, heads, 64, dtype=torch.bfloat16)
 
 
-def chosen(seqlen_q, heads, kv_heads, variant=CAUSAL, **options):
+def chosen(seqlen_q, heads, kv_heads, variant=CAUSAL, batch=64, **options):
     """The schedule of a call's plan."""
-    q, k = drawn(seqlen_q, heads), drawn(300, kv_heads)
+    q, k = drawn(seqlen_q, heads, batch), drawn(300, kv_heads, batch)
     return fa3.plan(q, k, k, variant, **options).schedule
 
 
-def work_tiles(schedule, seqlen_q, heads):
-    return -(-seqlen_q // (schedule.tile_m // schedule.pack)) * heads // schedule.pack
+def turns(base, pack, extents):
+    """Of the CTAs of 132 multiprocessors, counted one by one: the most tiles that one has."""
+    ctas = [0] * (132 * base.residents)
+    tiles = extents.batch * extents.heads // pack * -(-extents.seqlen_q * pack // base.tile_m)
+    for tile in range(tiles):
+        ctas[tile % len(ctas)] += 1
+    return max(ctas)
 
 
 @given(
-    st.sampled_from([64, 128, 192]),
-    st.integers(1, 5000),
-    st.integers(1, 8),
-    st.integers(1, 96),
+    st.sampled_from([(64, 4), (64, 1), (128, 1), (192, 1)]),
+    st.integers(1, 20),
+    st.integers(1, 700),
+    st.integers(1, 4),
+    st.integers(1, 48),
 )
-def test_heads_share_tiles_where_that_leaves_fewer_and_only_heads_of_one_key_head(
-    tile_m, seqlen_q, kv_heads, group
+def test_heads_share_tiles_where_that_leaves_fewer_turns_and_only_heads_of_one_key_head(
+    tile, batch, seqlen_q, kv_heads, group
 ):
-    heads, base = kv_heads * group, Schedule(tile_m, 128, 2, tile_m // 64, "intra")
-    made = packed(base, CAUSAL, seqlen_q, heads, kv_heads)
-    assert made.pack in PACKS and group % made.pack == 0
-    before, after = (work_tiles(each, seqlen_q, heads) for each in (base, made))
-    fewest = min(
-        work_tiles(Schedule(tile_m, 128, 2, tile_m // 64, "intra", pack=pack), seqlen_q, heads)
-        for pack in PACKS
-        if group % pack == 0
-    )
-    if made.pack > 1:
-        assert after == fewest <= FEWER * before
+    tile_m, residents = tile
+    base = Schedule(tile_m, 128, 2, tile_m // 64, "intra", residents=residents)
+    extents = Extents(batch, seqlen_q, 300, kv_heads * group, kv_heads)
+    pack = packed(base, extents)
+    assert pack in PACKS and group % pack == 0
+    others = {each: turns(base, each, extents) for each in PACKS if group % each == 0}
+    fewest = min(others.values())
+    if pack > 1:
+        assert others[pack] == fewest <= FEWER * others[1]
+        assert pack == min(each for each, count in others.items() if count == fewest)
     else:
-        assert made == base and fewest > FEWER * before
+        assert fewest > FEWER * others[1]
 
 
 @pytest.mark.parametrize(
     ("seqlen_q", "heads", "kv_heads", "pack"),
     [
-        (1, 8, 2, 4),
-        (1, 16, 1, 16),
-        (17, 12, 1, 4),  # 12 heads share a key head, and 4 is the power of 2 in it
-        (1, 6, 1, 2),
-        (1, 9, 3, 1),
-        (1, 128, 1, 64),
+        (1, 8, 2, 1),  # 512 work tiles of 528 at a time
+        (1, 16, 2, 2),
+        (1, 32, 8, 4),
+        (1, 64, 4, 8),
+        (17, 48, 4, 2),  # 4 divides 12 as well, and leaves no fewer
+        (1, 18, 6, 1),
         (1, 8, 8, 1),
         (4096, 8, 2, 1),
     ],
@@ -82,26 +80,33 @@ def test_heads_share_tiles_where_that_leaves_fewer_and_only_heads_of_one_key_hea
 def test_a_call_with_few_queries_packs_its_heads(seqlen_q, heads, kv_heads, pack):
     made = chosen(seqlen_q, heads, kv_heads)
     default = default_schedule(CAUSAL, Problem("bf16", 64, 64), 300)
+    assert default.residents == 4
     assert made == replace(default, pack=pack)
 
 
+def test_tiles_that_all_run_at_a_time_are_not_made_fewer():
+    for batch, pack in ((1, 1), (8, 1), (16, 1), (17, 2), (33, 2), (34, 4)):
+        assert chosen(1, 32, 8, batch=batch).pack == pack
+
+
 def test_the_kernel_of_a_call_is_that_of_its_lengths(gpu):
-    k = drawn(300, 2)
+    k = drawn(300, 2, 64)
     for seqlen in (1, 4096, 2, 1):
-        fa3.attention(drawn(seqlen, 8), k, k, CAUSAL)
+        fa3.attention(drawn(seqlen, 16, 64), k, k, CAUSAL)
     packs = [kernel.partition("pack=")[2].partition(")")[0] for kernel in gpu.kernels]
-    assert packs == ["4", "1"]
+    assert packs == ["2", "1"]
     assert len(gpu.launches) == 4
 
 
 def test_heads_that_see_different_keys_share_no_tile():
-    assert chosen(1, 8, 2, BY_HEAD).pack == 1
+    assert chosen(1, 32, 8).pack == 4
+    assert chosen(1, 32, 8, BY_HEAD).pack == 1
     with pytest.raises(ScheduleError, match=r"pack = 4: the mask reads h.*use pack=1"):
         chosen(1, 8, 2, BY_HEAD, schedule=Schedule(pack=4))
 
 
 def test_a_schedule_that_is_given_is_kept():
-    assert chosen(1, 8, 2, schedule=Schedule()).pack == 1
+    assert chosen(1, 32, 8, schedule=Schedule()).pack == 1
     assert chosen(4096, 8, 2, schedule=Schedule(pack=2)).pack == 2
 
 
@@ -123,13 +128,6 @@ def test_rows_of_packed_heads_are_refused_where_their_numbers_overflow():
     with pytest.raises(Unsupported, match=rf"at most {LARGEST_ROW}; use pack=1"):
         check_grid(drawn(1, 64, 1).expand(1, fits + 2, 64, 64), Schedule(pack=64))
     check_grid(drawn(1, 64, 1).expand(1, fits + 2, 64, 64), Schedule())
-
-
-@given(st.integers(0, 300), st.integers(1, 8))
-def test_the_largest_pack_divides_the_heads_that_share_a_key_head(group, kv_heads):
-    largest = largest_pack(group * kv_heads, kv_heads)
-    assert group % largest == 0
-    assert not [pack for pack in PACKS if pack > largest and group and group % pack == 0]
 
 
 def test_a_table_that_chooses_otherwise_has_another_fingerprint(monkeypatch):

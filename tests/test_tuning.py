@@ -99,6 +99,16 @@ def test_one_warpgroup_alone_is_tried_without_taking_turns():
     assert found == dataclasses.replace(default, tile_m=64, consumers=1, overlap="intra")
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "base", "others"), [(2, 1, 1, []), (8, 4096, 1, [2, 4]), (24, 1, 4, [1, 2])]
+)
+def test_heads_that_share_a_key_head_are_tried_in_one_tile(heads, seqlen, base, others):
+    case = dataclasses.replace(CASE, heads=heads, seqlen_q=seqlen)  # of 2 key heads
+    default, *found = tuning.candidates(case)
+    assert default.pack == base
+    assert sorted({one.pack for one in found} - {base}) == others
+
+
 def test_around_the_best_so_far_changes_are_still_named_from_the_default():
     variant, problem = fa3.Variant(), Problem("bf16", 64, 64)
     default = Plan.default(variant, problem).schedule

@@ -101,13 +101,13 @@ class Sample:
 def _plan(row: Row | ScheduleRow, schedule: Schedule | None = None) -> Plan:
     from cutedsl_fa3.plans import Plan
     from cutedsl_fa3.problem import Problem
-    from cutedsl_fa3.schedules import schedule_for
+    from cutedsl_fa3.schedules import Extents, schedule_for
 
-    seqlens = row.seqlen_q, row.seqlen_k
-    variant = named(row.variant, Lengths(row.heads, *seqlens)).variant
+    variant = named(row.variant, Lengths(row.heads, row.seqlen_q, row.seqlen_k)).variant
     problem = Problem(row.dtype, row.head_dim, row.head_dim_v)
     if schedule is None:
-        schedule = schedule_for(variant, problem, seqlens, row.heads, row.kv_heads)
+        lengths = row.batch, row.seqlen_q, row.seqlen_k
+        schedule = schedule_for(variant, problem, Extents(*lengths, row.heads, row.kv_heads))
     return Plan(variant, problem, schedule)
 
 
@@ -118,7 +118,8 @@ def label(row: Row | ScheduleRow) -> str:
 
 def label_of_lengths(row: Row | ScheduleRow) -> str:
     """What it is kept under where the lengths or the heads chose another."""
-    return f"{label(row)}, {row.seqlen_q} x {row.seqlen_k}, heads {row.heads}/{row.kv_heads}"
+    lengths = f"batch {row.batch}, {row.seqlen_q} x {row.seqlen_k}"
+    return f"{label(row)}, {lengths}, heads {row.heads}/{row.kv_heads}"
 
 
 def kernel_of(row: Row | ScheduleRow, kernels: Kernels) -> Measured:

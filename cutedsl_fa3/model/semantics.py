@@ -16,13 +16,14 @@ import numpy as np
 from . import lanes
 from .integers import TABLE, default, filled, names
 from .lanes import UNKNOWN, uniform
-from .program import Node
+from .program import Node, NotCovered
 from .shapes import Layout, fill, free, kept, leaves, offset, size
 from .values import Atom, Pointer, View
 
 __all__ = ["TABLE"]
 
 WARPGROUP = 128
+COPIED = "mov.b32 {$w0}, {$r0};"  # PTX that hides from the compiler what a value is
 
 
 def _flat(args: list[Any]) -> list[Any]:
@@ -45,6 +46,15 @@ def _made(node: Node, args: list[Any], warp: Any) -> Any:
 @names("cute.to_int_tuple", "cute.assume")
 def _same(node: Node, args: list[Any], warp: Any) -> Any:
     return args[0]
+
+
+@names("nvvm.inline_ptx")
+def _ptx(node: Node, args: list[Any], warp: Any) -> Any:
+    if not node.outs:
+        raise NotCovered(f"PTX without a result is not followed: {node.attrs[:80]}")
+    if f'ptxCode = "{COPIED}"' in node.attrs:
+        return args[0]
+    return UNKNOWN if len(node.outs) == 1 else [UNKNOWN] * len(node.outs)
 
 
 @names("cute.get_scalars")

@@ -345,7 +345,7 @@ class Element:
                 place = ("place", number)
                 if place not in self.memo:
                     self.memo[place] = lower.address(capture, firsts)
-                self.memo[key] = lower.element(self.memo[place], steps[-1], node.dtype)
+                self.memo[key] = lower.element(capture, self.memo[place], steps[-1], node.dtype)
             else:
                 indices = [first + step for first, step in zip(firsts, steps, strict=True)]
                 self.memo[key] = load(capture, indices, node.dtype)

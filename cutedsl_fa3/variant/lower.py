@@ -256,9 +256,10 @@ def address(capture: cute.Tensor, indices: list[Int32]) -> cute.Pointer:
     return capture[(*clamped[:-1], None)].iterator + indices[-1]
 
 
-def element(place: cute.Pointer, ahead: int, dtype: str) -> Any:
+def element(capture: cute.Tensor, place: cute.Pointer, ahead: int, dtype: str) -> Any:
     """The element so many behind an address: one instruction where `ahead` is a number."""
-    return _typed(cute.make_tensor(place + ahead, cute.make_layout(1))[0], dtype)
+    read = cute.make_tensor(place + ahead, cute.make_layout(1))[0]
+    return _typed(capture.element_type(read), dtype)
 
 
 def _clamped(capture: cute.Tensor, indices: list[Int32]) -> tuple[Int32, ...]:

@@ -8,9 +8,10 @@ mean is that of the visible indices, so that any key too many or too few shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
+from gradients import Parts, by_autograd, of_reference
 from twin_cases import plain
 
 import cutedsl_fa3 as fa3
@@ -121,7 +122,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)
 
 
-def same(here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> bool:
+def same(here: Iterable[torch.Tensor], there: Iterable[torch.Tensor]) -> bool:
     """Whether all tensors are equal bit by bit."""
     return all(torch.equal(bits(a), bits(b)) for a, b in zip(here, there, strict=True))
 
@@ -129,3 +130,41 @@ def same(here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> bool:
 def positions(seqlen_q: int, seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(query, key) indices that broadcast to (seqlen_q, seqlen_k)."""
     return torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+
+
+def gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: fa3.Variant,
+    do: torch.Tensor,
+) -> Parts:
+    """Gradients by name: q, k, v, and t0, t1, ... of the captured floats that get one."""
+    found = by_autograd(fa3.attention, q, k, v, variant, (do, None))
+    return {name: t for name, t in found.items() if name in "qkv" or t.any()}
+
+
+def hold_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: fa3.Variant, seed: int = 11
+) -> Parts:
+    """Run backwards, and hold to fp64: at most twice torch's error, plus one rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    do = torch.randn(*q.shape[:3], v.shape[3], generator=generator).to(q.device, q.dtype)
+    found = gradients(q, k, v, variant, do)
+    wanted = of_reference(q, k, v, variant, (do, None))
+    torchs = by_autograd(plain, q, k, v, variant, (do, None))
+    # Delta is a sum over the rounded output, and its error is as one of the LSE's gradient.
+    of_delta = {}
+    if variant.has_lse:
+        out = reference.attention(q, k, v, variant.without_epilogue(), dtype=torch.float64)
+        rounded = (do.double() * out).abs().sum(-1).transpose(1, 2)
+        of_delta = of_reference(q, k, v, variant, (torch.zeros_like(do), rounded))
+    for name, part in found.items():
+        right = wanted[name].double()
+        error = (torchs[name].double() - right).abs().max()
+        size = right.abs().max()
+        if name not in "qkv" and of_delta:
+            size = size + of_delta[name].abs().max()
+        allowed = 2 * error + torch.finfo(q.dtype).eps * size
+        assert (part.double() - right).abs().max() <= allowed, name
+    return found

@@ -263,6 +263,18 @@ def _attention_cases() -> list[Attention]:
         Attention("one warpgroup", schedule=Schedule(64, 64, 3, 1, "intra")),
         Attention("three warpgroups", schedule=Schedule(192, 64, 2, 3, "both")),
         Attention("grouped heads", sizes=(2, 130, 100, 6, 2)),
+        Attention(
+            "two heads in a tile",
+            alibi,
+            sizes=(2, 50, 150, 2, 1),
+            schedule=Schedule(128, 64, 2, 2, "intra", pack=2),
+        ),
+        Attention(
+            "sixteen heads in a tile",
+            same_document,
+            sizes=(1, 13, 150, 16, 1),
+            schedule=Schedule(128, 64, 2, 2, "both", store="direct", pack=16),
+        ),
         Attention("one key head", plain, (128, 128), sizes=(1, 65, 129, 5, 1)),
         Attention("empty rows", sizes=(1, 300, 90, 2, 2)),
         Attention("nothing seen", nothing_seen),

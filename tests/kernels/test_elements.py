@@ -21,6 +21,7 @@ from cutedsl_fa3.variant.limits import LOG2_E, bounded
 ROWS, COLS, SCALE = (0, 8), tuple(8 * n + m for n in range(4) for m in (0, 1)), 0.125
 HEADS, SEQLEN_Q, SEQLEN_K = 2, 80, 100
 SLOPES, TABLE = torch.tensor([0.7, 0.3]), torch.randn(HEADS, 2 * 40 + 1)
+BYTES = torch.randint(0, 256, (HEADS, 200), dtype=torch.uint8)
 RATES, BIAS = torch.tensor([0.9, 0.99]), torch.randn(HEADS, SEQLEN_Q, SEQLEN_K)
 
 VARIANTS = {
@@ -33,6 +34,7 @@ VARIANTS = {
         scores.chain(scores.softcap(20.0), scores.alibi(SLOPES)), masks.causal
     ),
     "relative bias": Variant(scores.relative_bias(TABLE), masks.causal),
+    "bytes by distance": Variant(lambda s, b, h, q, k: s + BYTES[h, k - q + 90], masks.causal),
     "relative bias beyond its ends": Variant(scores.relative_bias(TABLE[:, 30:51])),
     "bias": Variant(scores.bias(BIAS), masks.window(30, 3)),
     "bias by distance in two dimensions": Variant(
@@ -133,7 +135,7 @@ CAPTURED = {
     "a scalar": torch.tensor(2.5),
     "a flag": torch.tensor(True),
     "flags": torch.arange(7) % 3 == 1,
-    "bytes": torch.arange(9, dtype=torch.uint8),
+    "bytes": 30 * torch.arange(9, dtype=torch.uint8),
     "long integers": torch.arange(5) * 3,
     "rows apart": torch.randn(4, 128)[:, :64],
     "columns apart": torch.randn(3, 10, dtype=torch.float16)[:, ::2],

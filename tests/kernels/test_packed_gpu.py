@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from twin_cases import hold_to_torch
 import cutedsl_fa3 as fa3
 from cutedsl_fa3 import Elementwise, OnlineSoftmax, Variant, calls, emulate, masks, scores
 from cutedsl_fa3.hang_attention import watched
-from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
 
@@ -74,7 +74,7 @@ def variants(heads):
 def scheduled(variant, dims, pack, dtype="bf16", **fields):
     """The table's schedule with so many heads in a tile."""
     base = Plan.default(variant, Problem(dtype, *dims)).schedule
-    return Schedule(**{**vars(base), "pack": pack, **fields})
+    return replace(base, pack=pack, **fields)
 
 
 def check(q, k, v, variant, schedule=None):
@@ -104,15 +104,12 @@ def on_cpu(variant):
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
 @pytest.mark.parametrize(("group", "pack"), GROUPS)
 def test_few_queries_of_every_group_by_the_table(group, pack, seqlen_q):
-    """What a call takes by itself: packed or not."""
+    """What a call takes by itself, and packed."""
     variant = Variant(mask=masks.causal)
     for dim in (64, 128):
         q, k, v = drawn(2, seqlen_q, 300, 2 * group, 2, dim)
         check(q, k, v, variant)
-        if seqlen_q == 1:
-            assert fa3.plan(q, k, v, variant).schedule.pack == max(
-                p for p in (1, 2, 4, 8, 16) if group % p == 0
-            )
+        check(q, k, v, variant, scheduled(variant, (dim, dim), pack))
 
 
 @pytest.mark.parametrize("lengths", [(1, 700), (17, 333), (100, 100), (200, 90)], ids=str)
@@ -213,7 +210,7 @@ def test_new_lengths_of_one_variant_find_their_kernels_and_graphs_replay_them():
 
 def test_debugging_tools_take_packed_plans():
     variant = Variant(mask=masks.causal)
-    q, k, v = drawn(1, 5, 200, 8, 2, 64)
+    q, k, v = drawn(64, 5, 200, 32, 8, 64)
     assert fa3.plan(q, k, v, variant).schedule.pack == 4
     out, lse = watched(q, k, v, variant)
     hold_to_torch((out, lse), q, k, v, variant)

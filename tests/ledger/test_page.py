@@ -14,7 +14,7 @@ from cutedsl_fa3.ledger.page import Ledger
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.schedules import schedule_for
+from cutedsl_fa3.schedules import default_schedule
 
 PROBLEM = Problem("bf16", 128, 128)
 SIZES = Sizes(2, 4, 2048, 2048)
@@ -108,7 +108,7 @@ def test_tiles_of_ctas_that_share_a_multiprocessor_are_said_to_last_longer():
 def test_few_keys_are_held_against_plain_causal_with_the_schedule_of_few_keys():
     problem, sizes = Problem("bf16", 64, 64), Sizes(2, 4, 1024, 1024)
     causal = Variant(mask=masks.causal)
-    schedule = schedule_for(causal, problem, (1024, 1024), 4, 4)
+    schedule = default_schedule(causal, problem, 1024)
     assert schedule != Plan.default(causal, problem).schedule
     assert Ledger(Plan(causal, problem, schedule), sizes).to_causal == pytest.approx(1.0)
 

@@ -267,7 +267,9 @@ def shipped() -> dict[str, object]:
 
     kinds = configs.kinds()
     turns = Schedule(128, 128, stages=2, consumers=2, overlap="both")
+    several = Schedule(128, 128, overlap="intra", persistent=True, pack=16)
     return {
+        "heads in a tile": Plan(kinds["light"], Problem("bf16", 128, 128), several).kernel,
         "largest": Plan.default(kinds["nothing"], Problem("bf16", 256, 256)).kernel,
         "by tile": Plan.default(kinds["documents"], Problem("bf16", 64, 64)).kernel,
         "turns": Plan(kinds["uniform"], Problem("bf16", 64, 64), turns).kernel,

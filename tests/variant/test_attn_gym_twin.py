@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from attn_gym_variants import CASES
+from gradients import F64, of_reference, of_twin, upstream_of
 from twin_cases import drawn, exact
 
 import cutedsl_fa3 as fa3
@@ -56,3 +57,24 @@ def test_the_kernel_computes_what_the_reference_does_and_visits_what_the_twin_vi
     assert (out.cpu().float() - twin.out.float()).abs().mean() <= HALF / 4 * v.float().abs().mean()
     noted = fa3.visits(q, k, v, CASES[name].variant("cuda")).cpu()
     assert torch.equal(noted, twin.visits)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].exact])
+def test_every_function_has_the_references_gradients(name):
+    """In fp64, in q, k and v and in the tensors that the published function captures."""
+    case = CASES[name]
+    variant = case.variant()
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(1, length, 1, 8, generator=generator, dtype=F64)
+        for length in (case.seqlen_q, case.seqlen_k, case.seqlen_k)
+    )
+    upstream = upstream_of(q, v, variant)
+    found = of_twin(q, k, v, variant, upstream, (64, 128))
+    for part, right in of_reference(q, k, v, variant, upstream).items():
+        # Captured tensors are leaves of fp32, in which torch adds up their gradients.
+        relative = 1e-5 if part[0] == "t" else 1e-9
+        size = 1 + right.abs().max().item()
+        torch.testing.assert_close(
+            found[part].double(), right.double(), rtol=relative, atol=relative * size
+        )

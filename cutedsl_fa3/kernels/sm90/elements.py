@@ -114,7 +114,8 @@ class Elements:
             element = CAPTURE_ELEMENTS[tensor.dtype]
             memory = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
             layout = cute.make_layout(tuple(shape), stride=tuple(strides))
-            made.append(cute.make_tensor(memory, layout))
+            # A pointer's tensor forgets that its elements have no sign; a recast one does not.
+            made.append(cute.recast_tensor(cute.make_tensor(memory, layout), element))
         return tuple(made) or None
 
     def of_row(self, r: int) -> Elements:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
 
 AT_ONCE = 8  # scores that are rounded together
+WARP_ROWS = 16  # of an accumulator that a warp holds
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,9 @@ class Fragments:
         self.output = wgmma.as_rows_cols(self.acc_o)
         self.places = wgmma.places(self.qk, s.tile_m, s.tile_n, thread)
         self.queries, self.heads = unpacked(self.places, s.pack)
+        if s.pack >= WARP_ROWS:  # a warp's rows are of one query: one register holds it for all
+            row = cute.arch.make_warp_uniform(self.queries.row)
+            self.queries = replace(self.queries, row=row)
 
     def multiply_qk(self, slot) -> cute.Tensor:
         """Issue S = Q K^T into a fresh acc_s, so that no registers are held for it in between."""
