@@ -24,6 +24,7 @@ from cutedsl_fa3.record import (
     place,
     sustained_beside,
 )
+from cutedsl_fa3.schedules import table_fingerprint
 from cutedsl_fa3.tables import (
     README,
     TABLES,
@@ -121,6 +122,7 @@ def test_a_clean_tree_is_recorded_by_its_commit(checkout: Path) -> None:
     meta = collect()
     assert len(meta["commit"]) == 40 and "dirty" not in meta
     assert set(META) <= set(meta)
+    assert meta["schedules"] == table_fingerprint()
 
 
 def test_uncommitted_changes_need_permission_and_are_recorded(checkout: Path) -> None:

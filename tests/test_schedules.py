@@ -15,7 +15,7 @@ from cutedsl_fa3.errors import Unsupported
 from cutedsl_fa3.inputs import LARGEST_ROW, check_grid
 from cutedsl_fa3.pipelines import PACKS, Schedule, ScheduleError
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.schedules import FEWER, Extents, default_schedule, packed
+from cutedsl_fa3.schedules import FEWER, TABLE, Extents, default_schedule, packed, table_fingerprint
 
 CAUSAL = fa3.Variant(mask=masks.causal)
 BY_HEAD = fa3.Variant(mask=lambda b, h, q, k: q - k < 50 * (h + 1))
@@ -128,3 +128,21 @@ def test_rows_of_packed_heads_are_refused_where_their_numbers_overflow():
     with pytest.raises(Unsupported, match=rf"at most {LARGEST_ROW}; use pack=1"):
         check_grid(drawn(1, 64, 1).expand(1, fits + 2, 64, 64), Schedule(pack=64))
     check_grid(drawn(1, 64, 1).expand(1, fits + 2, 64, 64), Schedule())
+
+
+def test_a_table_that_chooses_otherwise_has_another_fingerprint(monkeypatch):
+    today = table_fingerprint()
+    first, *rest = TABLE
+
+    def with_first(**changes):
+        monkeypatch.setattr("cutedsl_fa3.schedules.TABLE", (replace(first, **changes), *rest))
+        return table_fingerprint()
+
+    assert with_first(why="another reason", record="a.json") == today
+    changes = ({"tile_n": 112}, {"needs": "nothing"}, {"residents": 2}, {"keys": 9}, {"lazy": True})
+    assert len({today, *(with_first(**each) for each in changes)}) == 1 + len(changes)
+    monkeypatch.setattr("cutedsl_fa3.schedules.TABLE", tuple(rest))
+    assert table_fingerprint() != today
+    monkeypatch.undo()
+    monkeypatch.setattr("cutedsl_fa3.schedules.SHORT", ())
+    assert table_fingerprint() != today

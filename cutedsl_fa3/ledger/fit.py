@@ -40,9 +40,14 @@ PLAIN = ("full", "causal")
 FIRST_GUESS = {"clock": 1.8, "launch": 10000.0, "work_tile": 6000.0, "exposed": 0.3}
 # What no fit may go beyond, since rows of a few head sizes tell a faster clock from less that is
 # hidden, and launches from work tiles, only weakly: the highest clock of an H200 (its data sheet),
-# and 10 us for a launch, several times what an empty one takes.
+# half of it, and 10 us for a launch, several times what an empty one takes.
 HIGHEST_CLOCK = 1.98
-MOST = {"clock": HIGHEST_CLOCK, "launch": 10000.0 * HIGHEST_CLOCK}
+ENDS = {
+    "clock": (HIGHEST_CLOCK / 2, HIGHEST_CLOCK),
+    "launch": (0.0, 10000.0 * HIGHEST_CLOCK),
+    "work_tile": (0.0, math.inf),
+    "exposed": (0.0, math.inf),
+}
 MOST_STEPS = 30
 
 
@@ -60,6 +65,7 @@ class Measured:
 
 
 Kernels = Mapping[str, Measured]  # by `label`
+Ends = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -101,13 +107,13 @@ class Sample:
 def _plan(row: Row | ScheduleRow, schedule: Schedule | None = None) -> Plan:
     from cutedsl_fa3.plans import Plan
     from cutedsl_fa3.problem import Problem
-    from cutedsl_fa3.schedules import schedule_for
+    from cutedsl_fa3.schedules import Extents, schedule_for
 
-    seqlens = row.seqlen_q, row.seqlen_k
-    variant = named(row.variant, Lengths(row.heads, *seqlens)).variant
+    variant = named(row.variant, Lengths(row.heads, row.seqlen_q, row.seqlen_k)).variant
     problem = Problem(row.dtype, row.head_dim, row.head_dim_v)
     if schedule is None:
-        schedule = schedule_for(variant, problem, seqlens, row.heads, row.kv_heads)
+        lengths = row.batch, row.seqlen_q, row.seqlen_k
+        schedule = schedule_for(variant, problem, Extents(*lengths, row.heads, row.kv_heads))
     return Plan(variant, problem, schedule)
 
 
@@ -118,7 +124,8 @@ def label(row: Row | ScheduleRow) -> str:
 
 def label_of_lengths(row: Row | ScheduleRow) -> str:
     """What it is kept under where the lengths or the heads chose another."""
-    return f"{label(row)}, {row.seqlen_q} x {row.seqlen_k}, heads {row.heads}/{row.kv_heads}"
+    lengths = f"batch {row.batch}, {row.seqlen_q} x {row.seqlen_k}"
+    return f"{label(row)}, {lengths}, heads {row.heads}/{row.kv_heads}"
 
 
 def kernel_of(row: Row | ScheduleRow, kernels: Kernels) -> Measured:
@@ -215,8 +222,8 @@ def fit(found: Iterable[Sample]) -> Parameters:
         logs = [math.log(s.predicted(parameters) / s.row.ms) for s in found]
         return torch.tensor(logs, dtype=torch.float64)
 
-    start, most = [FIRST_GUESS[n[0]] for n in names], [MOST.get(n[0], math.inf) for n in names]
-    return _parameters(names, _least_squares(errors, start, most))
+    start, ends = ([of[name] for name, *_ in names] for of in (FIRST_GUESS, ENDS))
+    return _parameters(names, _least_squares(errors, start, ends))
 
 
 def _parameters(names: list[tuple[str, ...]], values: list[float]) -> Parameters:
@@ -230,9 +237,9 @@ def _parameters(names: list[tuple[str, ...]], values: list[float]) -> Parameters
 
 
 def _least_squares(
-    errors: Callable[[list[float]], torch.Tensor], start: list[float], most: list[float]
+    errors: Callable[[list[float]], torch.Tensor], start: list[float], ends: list[Ends]
 ) -> list[float]:
-    """Levenberg-Marquardt with differences, in units of the start; all between 0 and `most`."""
+    """Levenberg-Marquardt with differences, in units of the start; all between their `ends`."""
     here, damping = list(start), 1e-3
     at = errors(here)
     for _ in range(MOST_STEPS):
@@ -241,11 +248,10 @@ def _least_squares(
             beside = [value + 1e-3 * unit * (m == n) for m, value in enumerate(here)]
             columns.append((errors(beside) - at) / 1e-3)
         slopes = torch.stack(columns, dim=1)
-        move = _move(
-            slopes, at, damping, [(v <= 0, v >= m) for v, m in zip(here, most, strict=True)]
-        )
+        at_ends = [(v <= low, v >= high) for v, (low, high) in zip(here, ends, strict=True)]
+        move = _move(slopes, at, damping, at_ends)
         there = [v + m * unit for v, m, unit in zip(here, move, start, strict=True)]
-        there = [min(max(0.0, v), m) for v, m in zip(there, most, strict=True)]
+        there = [min(max(low, v), high) for v, (low, high) in zip(there, ends, strict=True)]
         then = errors(there)
         better = float(at @ at - then @ then)
         here, at, damping = (there, then, damping / 3) if better > 0 else (here, at, damping * 4)
@@ -255,17 +261,19 @@ def _least_squares(
 
 
 def _move(
-    slopes: torch.Tensor, at: torch.Tensor, damping: float, ends: list[tuple[bool, bool]]
+    slopes: torch.Tensor, at: torch.Tensor, damping: float, at_ends: list[tuple[bool, bool]]
 ) -> list[float]:
     """The damped step; what is at its lower or upper end, and would go beyond, stays there."""
-    free = list(range(len(ends)))
+    free = list(range(len(at_ends)))
     while True:
         some = slopes[:, free]
         square = some.T @ some + damping * torch.eye(len(free), dtype=torch.float64)
         move = dict(zip(free, torch.linalg.solve(square, -some.T @ at).tolist(), strict=True))
-        stay = {n for n, m in move.items() if (m < 0 and ends[n][0]) or (m > 0 and ends[n][1])}
+        stay = {
+            n for n, m in move.items() if (m < 0 and at_ends[n][0]) or (m > 0 and at_ends[n][1])
+        }
         if not stay:
-            return [move.get(n, 0.0) for n in range(len(ends))]
+            return [move.get(n, 0.0) for n in range(len(at_ends))]
         free = [n for n in free if n not in stay]
 
 

@@ -185,13 +185,15 @@ def _masked(plan: Plan, tally: Tally) -> None:
     mask = plan.variant.mask
     conditions = _conditions(mask) if mask else ()
     reader = mask and _Reader(mask, conditions, plan, tally)
+    # Rows of one query share their conditions, so these are joined before the selection.
+    selections = () if plan.schedule.pack > ROWS[-1] else conditions
     for place in _places(plan.schedule):
         key = _held(Sum(frozenset({("k", 1)}), place.ahead_k), tally)
         tally.once(("inside", key), INSIDE)
         tally.once(("hidden", place), HIDDEN)
         if reader:
             reader.names(place)
-            for condition in conditions:
+            for condition in selections:
                 tally.once(("hidden", place, condition), HIDDEN)
 
 
@@ -382,7 +384,8 @@ class _Reader:
         if line is not None:
             step = line.steps.ahead(place.ahead_q, place.ahead_k)
             cost = ADDED if line.factors else DISTANCE
-            tally.once(("line", other.id, step), cost if step else {})
+            head = place.head if self._by_head(other) else 0
+            tally.once(("line", other.id, step, head), cost if step else {})
         if self._has_offset(multiple.id):
             tally.once(("offset", number, place), OPS["add", "float"])
         return tally.once(("fma", number, place), ADDED)

@@ -107,6 +107,11 @@ class Ledger:
             f"tile     the longer of {full.products:.0f} (products) and {full.elements:.0f} (the "
             f"rest), and {self.exposed:.0%} of the shorter: {self.clocks:.0f}; {_limit(full)}"
         ]
+        if s.residents > 1:
+            lines += [
+                f"shared   an SM has {s.residents} CTAs at a time: a tile of each lasts "
+                f"{s.residents * self.clocks:.0f} clocks"
+            ]
         step = full.step("score")
         if step is not None:
             pipe = ISSUE if step.limit == "issue" else step.limit

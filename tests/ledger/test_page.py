@@ -14,6 +14,7 @@ from cutedsl_fa3.ledger.page import Ledger
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
+from cutedsl_fa3.schedules import default_schedule
 
 PROBLEM = Problem("bf16", 128, 128)
 SIZES = Sizes(2, 4, 2048, 2048)
@@ -89,8 +90,26 @@ def test_nothing_to_do_has_no_time():
 def test_a_schedule_of_a_kind_that_was_not_fitted_is_said_to_be_one():
     odd = Plan(Variant(), PROBLEM, Schedule(64, 64, 2, 1, "none"))
     assert "no such schedule was fitted" in str(Ledger(odd))
-    usual = Plan(Variant(), PROBLEM, Schedule(128, 128, 2, 2, "intra"))
-    assert "no such schedule" not in str(Ledger(usual))
+    assert "no such schedule" not in str(ledger(Variant()))
+
+
+def test_tiles_of_ctas_that_share_a_multiprocessor_are_said_to_last_longer():
+    problem = Problem("bf16", 64, 64)
+    made = Ledger(Plan.default(Variant(mask=masks.window(128, 0)), problem), SIZES)
+    residents = made.plan.schedule.residents
+    assert residents > 1
+    line = (
+        f"an SM has {residents} CTAs at a time: a tile of each lasts {residents * made.clocks:.0f}"
+    )
+    assert line in str(made) and "CTAs at a time" not in str(ledger(Variant()))
+
+
+def test_few_keys_are_held_against_plain_causal_with_the_schedule_of_few_keys():
+    problem, sizes = Problem("bf16", 64, 64), Sizes(2, 4, 1024, 1024)
+    causal = Variant(mask=masks.causal)
+    schedule = default_schedule(causal, problem, 1024)
+    assert schedule != Plan.default(causal, problem).schedule
+    assert Ledger(Plan(causal, problem, schedule), sizes).to_causal == pytest.approx(1.0)
 
 
 def test_shares_are_those_of_the_tile():
