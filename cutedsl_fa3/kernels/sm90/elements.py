@@ -7,6 +7,7 @@ mask excludes to -inf (0); `finish` is the epilogue function on the output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -186,22 +187,14 @@ class Elements:
         Where the tile is not `masked`, and `inside` holds, an address is a number behind another.
         """
         memos: Memos = {each: ({}, {}) for each in (self, *self.others)}
+        positions = positions_of(places, corner)
         if self.changes is not None and self.changes.evenly_indexed:
             for r in range(len(places.row_offsets)):
                 of_row = self.of_row(r)
                 for c in range(len(places.col_offsets)):
-                    at = {**of_row.place(places, corner, r, c), "inside": not masked}
+                    at = {**positions(r, c), **of_row.uniform, "inside": not masked}
                     of_row.changes.read(at, r, c, memos[of_row][0])
         return memos
-
-    def place(
-        self, places: wgmma.Places, corner: tuple[Int32, Int32], r: int, c: int
-    ) -> dict[str, Any]:
-        """The positions of one element of this thread, as `Lowering.at` wants them."""
-        first_q, first_k = corner[0] + places.row, corner[1] + places.col
-        ahead_q, ahead_k = places.row_offsets[r], places.col_offsets[c]
-        origin = (first_q, first_k, ahead_q, ahead_k)
-        return {"q": first_q + ahead_q, "k": first_k + ahead_k, "origin": origin, **self.uniform}
 
     def apply(
         self,
@@ -221,12 +214,13 @@ class Elements:
         memos = {each: (dict(a), dict(b)) for each, (a, b) in memos.items()}  # two branches read it
         together = 1 if masked else shared.TOGETHER  # a hidden key's NaN must not reach another
         n_rows, n_cols = len(places.row_offsets), len(places.col_offsets)
+        positions = positions_of(places, corner)
         for first in range(0, n_cols, together):
             columns = range(first, min(first + together, n_cols))
             for r in range(n_rows):
                 of_row = self.of_row(r)
                 memo = memos[of_row]
-                elements = [(of_row.place(places, corner, r, c), r, c) for c in columns]
+                elements = [({**positions(r, c), **of_row.uniform}, r, c) for c in columns]
                 raw = [acc_s[r, c] for c in columns]
                 values = of_row.changed_together(raw, elements, memo, in_pairs=True)
                 for value, (at, _, c) in zip(values, elements, strict=True):
@@ -283,3 +277,18 @@ class Elements:
                 if lse is not None:
                     at["lse"] = lse[r]
                 acc_o[r, c] = of_row.epilogue.at(at, r, c, memos[of_row])
+
+
+def positions_of(
+    places: wgmma.Places, corner: tuple[Int32, Int32]
+) -> Callable[[int, int], dict[str, Any]]:
+    """The positions of this thread's elements by row and column, as `Lowering.at` wants them."""
+    first_q, first_k = corner[0] + places.row, corner[1] + places.col
+    queries = [first_q + offset for offset in places.row_offsets]
+    keys = [first_k + offset for offset in places.col_offsets]
+
+    def at(r: int, c: int) -> dict[str, Any]:
+        origin = (first_q, first_k, places.row_offsets[r], places.col_offsets[c])
+        return {"q": queries[r], "k": keys[c], "origin": origin}
+
+    return at
