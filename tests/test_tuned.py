@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import cutedsl_fa3 as fa3
 from cutedsl_fa3 import cache, calls, interface, tuned
 from cutedsl_fa3.pipelines import Schedule
+from cutedsl_fa3.schedules import Extents, schedule_for
 
 BEST = Schedule(128, 64, 3, 2, "intra", head_group=4)
 DEFAULT = None
@@ -60,7 +61,8 @@ def used(q=Q, variant=CAUSAL, k=None) -> Schedule | None:
     plan = fa3.plan(q, k, k, variant)
     assert (plan.tuned is None) == (tuned.choice(q, k, k, variant) is None)
     if plan.tuned is None:
-        assert plan.schedule == fa3.Plan.default(variant, plan.problem).schedule
+        extents = Extents(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        assert plan.schedule == schedule_for(variant, plan.problem, extents)
         return DEFAULT
     return plan.schedule
 

@@ -100,7 +100,7 @@ def test_one_warpgroup_alone_is_tried_without_taking_turns():
 
 
 @pytest.mark.parametrize(
-    ("heads", "seqlen", "base", "others"), [(2, 1, 1, []), (8, 4096, 1, [2, 4]), (24, 1, 4, [1, 2])]
+    ("heads", "seqlen", "base", "others"), [(2, 1, 1, []), (8, 4096, 1, [2, 4]), (24, 1, 1, [2, 4])]
 )
 def test_heads_that_share_a_key_head_are_tried_in_one_tile(heads, seqlen, base, others):
     case = dataclasses.replace(CASE, heads=heads, seqlen_q=seqlen)  # of 2 key heads
