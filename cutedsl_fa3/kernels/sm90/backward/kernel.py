@@ -1,0 +1,342 @@
+"""Tables and roles of the attention backward on SM90.
+
+    role        does                                                              rings
+    producer    warp 0: K and V once, then Q, LSE and dO, delta of the queries  -> kv, q, do, visits
+                that see some of these keys, by TMA; warp 1: adds dQ to its sums
+    consumer    S, dP -> P, dS -> dV += P^T dO, dQ = dS K, dK += dS^T Q         <- kv, q, do, visits
+                then dK and dV -> global memory
+
+    ring    carries            filled by     emptied by, one arrival a warp
+    kv      K and V, one slot  TMA bytes     never: they stay
+    q       Q, lse             TMA bytes     when dK of it is complete
+    do      dO, delta          TMA bytes     when dV of it is complete
+    visits  which tile         the producer  when read
+
+    barrier  threads   says
+    ds       all       dS of all keys lies in shared memory (and, with one place, may be written)
+    empty    128 + 32  a warpgroup's strip of dQ has been read, and may be written
+    full     128 + 32  it is written, and may be added to the sums
+
+A CTA has tile_n keys of one head of K and V, and all heads of queries that read it, one after the
+other: so dK and dV are sums of registers in a fixed order. dQ is summed in fp32 in global memory, in
+the order of registers (sums.py). Which tiles of queries see these keys is decided from the mask as
+in the forward, 32 tiles of queries at a time, one a lane; those that need the element mask come
+first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from cutedsl_fa3.kernels.sm90.elements import Elements
+from cutedsl_fa3.kernels.sm90.operands import head_of, heads_last, rows_first
+from cutedsl_fa3.kernels.sm90.summarise import Summarise
+from cutedsl_fa3.layouts import Tile, wgmma
+from cutedsl_fa3.layouts.tile import Row
+from cutedsl_fa3.pipelines import (
+    DRAWING_BUDGETS,
+    Barrier,
+    Barriers,
+    Expect,
+    Ring,
+    Role,
+    TileOrder,
+    WarpSpecialized,
+    WordRing,
+    put,
+    take,
+)
+from cutedsl_fa3.pipelines.roles import WARP
+from cutedsl_fa3.variant.describe import ever_full
+
+from .finish import Finish
+from .mainloop import MainLoop
+from .operands import Fragments, Io, fake_args, store_rows
+from .prepare import Prepare
+from .schedule import BackwardSchedule
+from .sums import strip, whole
+
+if TYPE_CHECKING:
+    from cutedsl_fa3.plans_backward import BackwardPlan
+
+END = -1
+
+
+@dataclass(frozen=True)
+class Work:
+    """A tile of keys of one head of K and V."""
+
+    n_block: Int32
+    kv_head: Int32
+    batch: Int32
+
+
+class BackwardSm90(MainLoop, WarpSpecialized):
+    """Tables and roles of the backward for one plan."""
+
+    arch = "sm_90a"
+    name = "backward_sm90"
+    summarise_blocks = Summarise.blocks  # launched under the same name, as are these two
+    prepare_rows = Prepare.rows
+    finish_tiles = Finish.tiles_of_dq
+
+    def __init__(self, plan: BackwardPlan) -> None:
+        s: BackwardSchedule = plan.schedule
+        problem = plan.problem
+        dtype, dims = problem.element, problem.tile_dims
+        self.plan, self.schedule, self.dtype, self.dims = plan, s, dtype, dims
+        self.strip = strip(s, dims[0])
+        self.tiles = {
+            "k": Tile(s.tile_n, dims[0], dtype),
+            "v": Tile(s.tile_n, dims[1], dtype),
+            "q": Tile(s.tile_m, dims[0], dtype),
+            "do": Tile(s.tile_m, dims[1], dtype),
+            "ds": Tile(s.tile_n, s.tile_m, dtype),
+            "sums": whole(s, dims[0]),
+            "lse": Row(s.tile_m, Float32),
+            "delta": Row(s.tile_m, Float32),
+        }
+        self.places = {"ds": s.places}
+        self.rings = {
+            "kv": Ring(("k", "v"), 1),
+            "q": Ring(("q", "lse"), s.stages),
+            "do": Ring(("do", "delta"), s.stages),
+            "visits": WordRing(words=2),
+        }
+        producer, consumer = DRAWING_BUDGETS[s.consumers]
+        self.roles = {
+            "producer": Role(warps=4, registers=producer),
+            "consumer": Role(warps=4 * s.consumers, registers=consumer),
+        }
+        self.barriers = Barriers(
+            {
+                "ds": Barrier(wgmma.WARPGROUP * s.consumers),
+                "empty": Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers),
+                "full": Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers),
+            }
+        )
+        self.order = TileOrder(s.head_group)
+        self.summarise = None
+        if plan.table_shape(1, 1, 1, 1) is not None:
+            self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
+        self.prepare = Prepare(s, dims, problem.head_dim_v)
+        self.finish = Finish(s, dtype, problem.head_dim, dims[0])
+        self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
+
+    @property
+    def key_text(self) -> str:
+        """Everything that affects the code."""
+        return self.plan.key_text
+
+    def expected(self) -> tuple[Expect, ...]:
+        """What the tables promise about the machine code.
+
+        The loop over tiles with an element mask is a place for the five products, so is the loop
+        over those without.
+        """
+        s, (d, dv) = self.schedule, self.dims
+        places = 1 + int(self.ever_full)
+        products: dict[str, int] = {}
+        for rows, cols, inner, beside in (
+            (s.tile_n, s.tile_m, d, 1),
+            (s.tile_n, s.tile_m, dv, 1),
+            (s.tile_n, dv, s.tile_m, 1),
+            (s.tile_n, d, s.tile_m, 1),
+            (s.tile_m, d, s.tile_n, s.beside),
+        ):
+            name, count = wgmma.instructions(
+                rows, cols // beside, inner, s.consumers // beside
+            )
+            products[name] = products.get(name, 0) + places * count
+        scores = s.tile_m * s.tile_n // (s.consumers * wgmma.WARPGROUP)
+        why = f"five products, in {places} places"
+        return (
+            *(Expect(name, "exactly", count, why) for name, count in products.items()),
+            Expect("MUFU.EX2", "at least", places * scores, "an exponential a score"),
+        )
+
+    def fake_args(self) -> tuple:
+        """Stand-ins for the arguments of `host`: any lengths, heads, batch and strides."""
+        captures = Elements.fake_captures(self.plan.variant, frozenset()) or None
+        return fake_args(self.plan, captures)
+
+    @cute.jit
+    def host(self, q, k, v, o, lse, do, dlse, dq, dk, dv, captures, table, lse_log2, delta, sums,
+             scale, stream):  # fmt: skip
+        """Launch what prepares the rows, a CTA for each tile of keys, and what finishes dQ."""
+        q, k, v, o, do, dq, dk, dv = (heads_last(t) for t in (q, k, v, o, do, dq, dk, dv))
+        lse, lse_log2, delta = (rows_first(t) for t in (lse, lse_log2, delta))
+        dlse = None if dlse is None else rows_first(dlse)
+        if cutlass.const_expr(self.summarise is not None):
+            self.summarise.launch(captures, table, q.shape[0], k.shape[0], stream)
+        self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, stream)
+        io = Io(
+            tuple(self.tiles["q"].load_atom(q)),
+            tuple(self.tiles["k"].load_atom(k)),
+            tuple(self.tiles["v"].load_atom(v)),
+            tuple(self.tiles["do"].load_atom(do)),
+            tuple(self.strip.add_atom(sums)),
+            lse_log2,
+            delta,
+            dk,
+            dv,
+            captures,
+            table,
+            scale,
+        )
+        seqlen_k, _, kv_heads, batches = k.shape
+        n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
+        grid = self.order.tiles(n_blocks, kv_heads * batches)
+        self.launch(io, (grid, 1, 1), stream)
+        self.finish.launch(sums, dq, scale, stream)
+
+    def work(self, io: Io) -> Work:
+        """This CTA's tile; the first keys come first, since under causality most queries see them."""
+        seqlen_k, _, kv_heads, batches = io.k[1].shape
+        n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
+        index, _, _ = cute.arch.block_idx()
+        row, head_of_all = self.order.at(index, n_blocks, kv_heads * batches, cutlass.min)
+        batch = head_of_all // kv_heads
+        return Work(n_blocks - 1 - row, head_of_all - batch * kv_heads, batch)
+
+    def elements(self, io: Io, head: Int32, batch: Int32) -> Elements:
+        """The variant's functions at one head of queries."""
+        lengths = (io.q[1].shape[0], io.k[1].shape[0])
+        return Elements(self.plan.variant, io.captures, io.scale, (batch, head), lengths)
+
+    def group(self, io: Io) -> Int32:
+        """Heads of queries that read one head of K and V."""
+        return io.q[1].shape[2] // io.k[1].shape[2]
+
+    def m_blocks(self, io: Io) -> Int32:
+        """Tiles of queries."""
+        return cute.ceil_div(io.q[1].shape[0], self.schedule.tile_m)
+
+    def seen(self, io: Io, w: Work, head: Int32, base: Int32, kind: Int32) -> Int32:
+        """Which of 32 tiles of queries from `base` on see these keys, as bits.
+
+        `kind` 0: those that need the element mask; 1: the others.
+        """
+        s, mask = self.schedule, self.plan.variant.mask
+        m_block = base + cute.arch.lane_idx()
+        scan = self.elements(io, head, w.batch).scan(m_block, s.tile_m, s.tile_n, io.table)
+        visit, masked = scan.decide(w.n_block)
+        inside = m_block < self.m_blocks(io)
+        mine = inside & Boolean(visit) & (Boolean(masked) ^ (kind == 1))
+        return cute.arch.vote_ballot_sync(mine)
+
+    @cute.jit
+    def producer(self, io, smem, ports, thread):
+        """Warp 0 loads, warp 1 adds dQ to its sums."""
+        for atom, _ in (io.q, io.k, io.v, io.do, io.sums):
+            cpasync.prefetch_descriptor(atom)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        w = self.work(io)
+        if warp == 0:
+            self.produce(io, smem, ports, w)
+        if warp == 1:
+            self.add(io, smem, w)
+
+    @cute.jit
+    def produce(self, io, smem, ports, w):
+        """K and V, then the rows of each tile of queries that sees them, of head after head."""
+        ring_q, ring_do, visits = ports.q, ports.do, ports.visits
+        load_k = self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0, prefetch=False)
+        load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0, prefetch=False)
+        slot_kv = ports.kv.acquire_and_advance()
+        load_k(w.n_block, slot_kv)
+        load_v(w.n_block, slot_kv)
+        slot_kv.commit()
+        for kind in cutlass.range(2, unroll=1):
+            for member in cutlass.range(self.group(io), unroll=1):
+                head = w.kv_head * self.group(io) + member
+                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
+                    found = self.seen(io, w, head, base, kind)
+                    while found != 0:
+                        m_block = base + cute.arch.popc((found & -found) - 1)
+                        found = found & (found - 1)
+                        visits = put(visits, smem.visits, 2 * m_block + 1 - kind, head)
+                        ring_q = self.rows(
+                            io.q, io.lse_log2, ("q", "lse"), smem, ring_q, m_block, head, w
+                        )
+                        ring_do = self.rows(
+                            io.do, io.delta, ("do", "delta"), smem, ring_do, m_block, head, w
+                        )
+        put(visits, smem.visits, Int32(END), Int32(0))
+
+    @cute.jit
+    def rows(self, source, numbers, names: cutlass.Constexpr, smem, ring, m_block, head, w):
+        """A tile of queries and its rows' numbers into a slot; returns the ring's end."""
+        tile, row = names
+        of_tile = head_of(source, head, w.batch)
+        load = self.load(tile, of_tile, getattr(smem, tile), col=0, prefetch=False)
+        slot = ring.acquire_and_advance()
+        load(m_block, slot)
+        mine = cute.local_tile(numbers[None, head, w.batch], (self.schedule.tile_m,), (m_block,))
+        self.tiles[row].load(mine, getattr(smem, row)[None, slot.index], slot.barrier)
+        slot.commit()
+        return ring
+
+    @cute.jit
+    def add(self, io, smem, w):
+        """Add each tile's dQ to its sums, a strip a warpgroup; as many as `produce` loads."""
+        s = self.schedule
+        for group in cutlass.range_constexpr(s.consumers):
+            self.barriers["empty", group].arrive()
+        for kind in cutlass.range(2, unroll=1):
+            for member in cutlass.range(self.group(io), unroll=1):
+                head = w.kv_head * self.group(io) + member
+                first = (w.batch * io.q[1].shape[2] + head) * self.m_blocks(io)
+                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
+                    found = self.seen(io, w, head, base, kind)
+                    while found != 0:
+                        m_block = base + cute.arch.popc((found & -found) - 1)
+                        found = found & (found - 1)
+                        for group in cutlass.range_constexpr(s.consumers):
+                            self.barriers["full", group].arrive_and_wait()
+                            at = (group, 0)
+                            mine = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), at)
+                            block = (first + m_block) * s.consumers + group
+                            self.store(self.strip, io.sums, mine, (block, 0), wait=False)
+                        self.stored()
+                        for group in cutlass.range_constexpr(s.consumers):
+                            self.barriers["empty", group].arrive()
+        # The last arrivals are met, so that the barriers are as they were found.
+
+    @cute.jit
+    def consumer(self, io, smem, ports, thread):
+        """The gradients of one tile of keys."""
+        s = self.schedule
+        w = self.work(io)
+        f = Fragments(s, self.dtype, self.dims, smem, thread)
+        f.acc_dk.fill(0.0)
+        f.acc_dv.fill(0.0)
+        ring_q, ring_do, visits = ports.q, ports.do, ports.visits
+        ports.kv.wait_and_advance()
+        place = Int32(0)
+        visits, word, head = take(visits, smem.visits)
+        while word != END and word % 2 == 1:
+            ring_q, ring_do, place = self.step(
+                io, smem, f, w, ring_q, ring_do, word, head, place, thread, True
+            )
+            visits, word, head = take(visits, smem.visits)
+        if cutlass.const_expr(self.ever_full):
+            while word != END:
+                ring_q, ring_do, place = self.step(
+                    io, smem, f, w, ring_q, ring_do, word, head, place, thread, False
+                )
+                visits, word, head = take(visits, smem.visits)
+        self.barriers["empty", cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)].arrive_and_wait()
+        problem, first = self.plan.problem, w.n_block * s.tile_n
+        for acc, places, out, factor, same in (
+            (f.acc_dv, f.dv_places, io.dv, None, problem.head_dim_v == self.dims[1]),
+            (f.acc_dk, f.dk_places, io.dk, io.scale, problem.head_dim == self.dims[0]),
+        ):
+            of_head = out[None, None, w.kv_head, w.batch]
+            store_rows(acc, places, of_head, first, factor, same)

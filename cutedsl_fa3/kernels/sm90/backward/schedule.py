@@ -1,0 +1,88 @@
+"""How the backward's work is cut: the numbers to measure, and the table of those measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutedsl_fa3.layouts import wgmma
+from cutedsl_fa3.pipelines import ScheduleError
+from cutedsl_fa3.pipelines.schedule import MAX_HEAD_GROUP, is_whole
+
+if TYPE_CHECKING:
+    from cutedsl_fa3.problem import Problem
+    from cutedsl_fa3.variant import Variant
+
+
+@dataclass(frozen=True)
+class BackwardSchedule:
+    """Tile sizes, ring depths and consumer warpgroups of a backward.
+
+    `tile_n` keys belong to a CTA, which walks along tiles of `tile_m` queries; each of `consumers`
+    warpgroups has 64 of the keys. `stages`: slots of Q and of dO; `places`: of dS, which all
+    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `head_group`: heads
+    whose tiles are interleaved so that they stay in L2.
+
+    Raises:
+        ScheduleError: a field outside its range, naming field, value and what is allowed.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 128
+    stages: int = 2
+    places: int = 2
+    consumers: int = 2
+    head_group: int = 8
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, field: str, allowed: str) -> None:
+            if not ok:
+                raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
+
+        for field in ("tile_m", "tile_n", "stages", "places", "consumers", "head_group"):
+            need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
+        need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
+        rows = wgmma.ROWS * self.consumers
+        need(self.tile_n == rows, "tile_n", f"{wgmma.ROWS} keys for each consumer: {rows}")
+        need(
+            self.tile_m in (wgmma.ROWS, rows),
+            "tile_m",
+            f"{wgmma.ROWS} queries, whose dQ the consumers share by columns, or {rows}, by rows",
+        )
+        need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
+        need(self.places in (1, 2), "places", "1 or 2")
+        need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
+
+    @property
+    def beside(self) -> int:
+        """Warpgroups that share the rows of dQ, each with columns of its own."""
+        return self.consumers if self.tile_m == wgmma.ROWS else 1
+
+    def __str__(self) -> str:
+        return (
+            f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.places} places of "
+            f"dS, {self.consumers} consumer warpgroups"
+        )
+
+
+# By the head sizes of the tiles. Origin: the most queries whose accumulators and operands leave no
+# spills, and whose tiles fit into shared memory.
+TABLE = {
+    (64, 64): BackwardSchedule(tile_m=128),
+    (128, 128): BackwardSchedule(tile_m=64),
+}
+
+
+def default_schedule(variant: Variant, problem: Problem) -> BackwardSchedule:
+    """The schedule of this problem.
+
+    Raises: ScheduleError where there is none.
+    """
+    found = TABLE.get(problem.tile_dims)
+    if found is None:
+        served = ", ".join(f"{d}" for d, _ in TABLE)
+        raise ScheduleError(
+            f"head_dim, head_dim_v = {problem.head_dim}, {problem.head_dim_v}: the backward has "
+            f"tiles of head sizes {served}, alike for q and v"
+        )
+    return found
