@@ -40,7 +40,7 @@ from cutedsl_fa3.kernels.sm90.summarise import Summarise
 from cutedsl_fa3.layouts import Tile, wgmma
 from cutedsl_fa3.layouts.tile import Row
 from cutedsl_fa3.pipelines import (
-    DRAWING_BUDGETS,
+    TMA_BUDGETS,
     Barrier,
     Barriers,
     Expect,
@@ -109,7 +109,7 @@ class BackwardSm90(MainLoop, WarpSpecialized):
             "do": Ring(("do", "delta"), s.stages),
             "visits": WordRing(words=2),
         }
-        producer, consumer = DRAWING_BUDGETS[s.consumers]
+        producer, consumer = TMA_BUDGETS[s.consumers]
         self.roles = {
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),

@@ -1,0 +1,132 @@
+"""Gradients of q, k and v on a GPU: allocate, launch, return."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from . import cache
+from .errors import Unsupported
+from .inputs import ALIGNED, FARTHEST, NAMES, check_tensors, checked_scale, launchable
+from .kernels.sm90.backward.schedule import BackwardSchedule
+from .plans_backward import BackwardPlan
+from .problem import Problem
+from .variant import Variant
+from .variant.pairs import dense
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# By variant, which may be freed meanwhile: neither keys nor values refer to it.
+_launchers: weakref.WeakKeyDictionary[Variant, dict[tuple, tuple]] = weakref.WeakKeyDictionary()
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    variant: Variant,
+    scale: float | None = None,
+    *,
+    dlse: torch.Tensor | None = None,
+    schedule: BackwardSchedule | None = None,
+) -> Gradients:
+    """dq, dk, dv of an attention whose result was `out` and `lse`.
+
+    Shape: as in the forward; dout as out, dlse as lse (batch, heads, seqlen_q). dout may have any
+    strides; where a kernel cannot read it, it is copied.
+    Raises: Unsupported, ScheduleError, LayoutError.
+    """
+    check_tensors(q, k, v, variant)
+    _check_results(q, v, out, lse, dout, dlse)
+    scale = checked_scale(scale, q.shape[3])
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    launch, plan = _launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule, dlse is not None)
+    s = plan.schedule
+    batch, seqlen_q, heads, _ = q.shape
+    tiles = -(-seqlen_q // s.tile_m)
+    rows = torch.empty(2, batch, heads, tiles * s.tile_m, dtype=torch.float32, device=q.device)
+    words = batch * heads * tiles * s.tile_m * plan.problem.tile_dims[0]
+    sums = torch.empty(words // 32, 32, dtype=torch.float32, device=q.device)
+    shape = plan.table_shape(batch, heads, seqlen_q, k.shape[1])
+    table = None if shape is None else torch.empty(shape, dtype=torch.int32, device=q.device)
+    captures = tuple(launchable(t.detach()) for t in variant.captures) or None
+    q, k, v, out, dout = (_readable(t.detach()) for t in (q, k, v, out, dout))
+    with torch.cuda.device(q.device):
+        launch(
+            q, k, v, out, lse.detach(), dout, None if dlse is None else dlse.detach(), dq, dk, dv,
+            captures, table, rows[0], rows[1], sums, scale,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _check_results(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> None:
+    shape = (*q.shape[:3], v.shape[3])
+    of_rows = (q.shape[0], q.shape[2], q.shape[1])
+    for name, t, needed, dtype in (
+        ("out", out, shape, q.dtype),
+        ("dout", dout, shape, q.dtype),
+        ("lse", lse, of_rows, torch.float32),
+        ("dlse", dlse, of_rows, torch.float32),
+    ):
+        if t is None:
+            continue
+        if tuple(t.shape) != tuple(needed) or t.dtype != dtype or t.device != q.device:
+            raise Unsupported(
+                f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}: {dtype} {tuple(needed)} on "
+                f"{q.device} is needed"
+            )
+
+
+def _readable(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where TMA or a vector load could not read its rows."""
+    size = t.element_size()
+    legal = all(
+        n == 1 or (s * size % ALIGNED == 0 and s * size < FARTHEST)
+        for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)
+    )
+    if t.stride(3) != 1 or not legal:
+        return t.clone(memory_format=torch.contiguous_format)
+    if t.data_ptr() % ALIGNED:
+        return t.clone(memory_format=torch.contiguous_format)
+    strides = tuple(
+        s if s * size % ALIGNED == 0 and s * size < FARTHEST else t.shape[3]
+        for s in t.stride()[:3]
+    )
+    return t if strides == t.stride()[:3] else t.as_strided(t.shape, (*strides, 1))
+
+
+def _launcher(
+    variant: Variant,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    schedule: BackwardSchedule | None,
+    has_dlse: bool,
+) -> tuple[Callable[..., None], BackwardPlan]:
+    """The loaded kernels of a plan and their plan, made anew around the variant."""
+    types = tuple(t.dtype for t in variant.captures)
+    key = (dtype, head_dim, head_dim_v, schedule, has_dlse, types, dense(variant))
+    known = _launchers.setdefault(variant, {})
+    problem = Problem(NAMES[dtype], head_dim, head_dim_v)
+    if schedule is None:
+        plan = BackwardPlan.default(variant, problem, has_dlse=has_dlse)
+    else:
+        plan = BackwardPlan(variant, problem, schedule, has_dlse)
+    if key not in known:
+        plan.check()
+        known[key] = (cache.get(plan.kernel).launch,)
+    return known[key][0], plan
