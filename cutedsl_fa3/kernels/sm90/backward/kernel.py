@@ -288,7 +288,7 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         """Add each tile's dQ to its sums, a strip a warpgroup; as many as `produce` loads."""
         s = self.schedule
         for group in cutlass.range_constexpr(s.consumers):
-            self.barriers["empty", group].arrive()
+            self.barriers["empty", group].arrive_unaligned()
         for kind in cutlass.range(2, unroll=1):
             for member in cutlass.range(self.group(io), unroll=1):
                 head = w.kv_head * self.group(io) + member
@@ -306,7 +306,7 @@ class BackwardSm90(MainLoop, WarpSpecialized):
                             self.store(self.strip, io.sums, mine, (block, 0), wait=False)
                         self.stored()
                         for group in cutlass.range_constexpr(s.consumers):
-                            self.barriers["empty", group].arrive()
+                            self.barriers["empty", group].arrive_unaligned()
         # The last arrivals are met, so that the barriers are as they were found.
 
     @cute.jit

@@ -64,16 +64,15 @@ class MainLoop:
         strip = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), (group, 0))
         write(acc_dq, strip, thread % wgmma.WARPGROUP)
         cute.arch.fence_view_async_shared()
-        self.barriers["full", group].arrive()
+        self.barriers["full", group].arrive_unaligned()
         warpgroup.wait_group(0)
         slot_q.release()
         return ring_q, ring_do, place ^ (s.places - 1)
 
 
-def row_pair(rows: cute.Tensor, slot: Int32, row: Int32) -> cute.Tensor:
-    """Two neighbouring rows' numbers, by one load; the first row is even."""
-    start = rows.iterator + slot * cute.size(rows, mode=[0]) + cute.assume(row, divby=2)
-    return cute.make_tensor(start, cute.make_layout(2)).load()
+def row_pair(rows: cute.Tensor, slot: Int32, pair: Int32) -> cute.Tensor:
+    """Two neighbouring rows' numbers, by one load."""
+    return cute.local_tile(rows[None, slot], (2,), (pair,)).load()
 
 
 def probabilities(
@@ -82,7 +81,7 @@ def probabilities(
     """Probabilities in place of scores: 2^(x * scale_log2 - LSE of the row)."""
     x = by_query(acc_s)
     for r in range(0, len(places.row_offsets), 2):
-        both = row_pair(lse, slot, places.row + places.row_offsets[r])
+        both = row_pair(lse, slot, places.row // 2 + places.row_offsets[r] // 2)
         for n in range(2):
             for c in range(len(places.col_offsets)):
                 x[r + n, c] = exp2(cute.math.fma(x[r + n, c], scale_log2, -both[n]))
@@ -94,7 +93,7 @@ def differences(
     """dS = P * (dP - delta) in place of dP."""
     p, dp = by_query(acc_p), by_query(acc_dp)
     for r in range(0, len(places.row_offsets), 2):
-        both = row_pair(delta, slot, places.row + places.row_offsets[r])
+        both = row_pair(delta, slot, places.row // 2 + places.row_offsets[r] // 2)
         for n in range(2):
             for c in range(len(places.col_offsets)):
                 dp[r + n, c] = p[r + n, c] * (dp[r + n, c] - both[n])
