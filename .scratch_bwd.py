@@ -35,6 +35,9 @@ C = {
     "d104": ("bf16", 104, 2, 100, 130, 2, 2, None, ""),
     "dlse128": ("bf16", 128, 2, 100, 130, 2, 2, None, "dlse"),
     "documents128": ("bf16", 128, 1, 1024, 1024, 2, 2, "documents", ""),
+    "direct128": ("bf16", 128, 2, 333, 517, 2, 2, "causal", "direct"),
+    "direct64": ("bf16", 64, 2, 333, 517, 2, 2, "causal", "direct"),
+    "m64_d64": ("bf16", 64, 2, 333, 517, 2, 2, "causal", "m64"),
     "nothing128": ("bf16", 128, 1, 400, 400, 2, 2, "nothing", ""),
 }
 DT = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,8 +97,20 @@ def make(name):
     return q, k, v, do, variant(mask, sq, sk), d ** -0.5, dlse
 
 
+def sched(var, d, **kw):
+    import dataclasses
+    from cutedsl_fa3.kernels.sm90.backward.schedule import default_schedule
+    from cutedsl_fa3.problem import Problem
+    return dataclasses.replace(default_schedule(var, Problem("bf16", d, d)), **kw)
+
+
 def one(name):
     q, k, v, do, var, scale, dlse = make(name)
+    global backward
+    kw = {"direct": dict(add="direct"), "m64": dict(tile_m=64)}.get(C[name][8])
+    if kw:
+        plain = backward
+        backward = lambda *a, **b: plain(*a, **b, schedule=sched(var, q.shape[3], **kw))
     out, lse = fa3.attention_with_lse(q, k, v, var)
     start = time.time()
     got = backward(q, k, v, out, lse, do, var, scale, dlse=dlse)
@@ -159,14 +174,24 @@ def timing():
             var = Variant(mask=masks.causal) if causal else Variant()
             out, lse = fa3.attention_with_lse(q, k, v, var)
             flop = 2.5 * 4 * b * h * s * s * d / (2 if causal else 1)
-            run = lambda: backward(q, k, v, out, lse, do, var)
-            for _ in range(3): run()
-            torch.cuda.synchronize()
-            ts = []
-            for _ in range(15):
-                a, e = torch.cuda.Event(True), torch.cuda.Event(True)
-                a.record(); run(); e.record(); e.synchronize(); ts.append(a.elapsed_time(e))
-            t = sorted(ts)[7]
+            times = {}
+            for label, kw in (("tma", {}), ("direct", dict(add="direct")), ("m64", dict(tile_m=64)), ("m64 direct", dict(tile_m=64, add="direct")), ("places 1", dict(places=1, add="direct")), ("stages 3", dict(stages=3, add="direct"))):
+                try:
+                    if "tile_m" in kw and d == 128:
+                        continue
+                    sc = sched(var, d, **kw)
+                    run = lambda: backward(q, k, v, out, lse, do, var, schedule=sc)
+                    for _ in range(3): run()
+                    torch.cuda.synchronize()
+                    ts = []
+                    for _ in range(15):
+                        a, e = torch.cuda.Event(True), torch.cuda.Event(True)
+                        a.record(); run(); e.record(); e.synchronize(); ts.append(a.elapsed_time(e))
+                    times[label] = sorted(ts)[7]
+                except Exception as error:
+                    print("  ", label, str(error)[:200])
+            print("   ", {l: f"{x:.3f} ms {flop / x / 1e9:.0f} TFLOP/s" for l, x in times.items()})
+            t = times["tma"]
             # cuDNN beside it
             qq, kk, vv = (x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v))
             peer = float("nan")

@@ -98,10 +98,11 @@ class BackwardSm90(MainLoop, WarpSpecialized):
             "q": Tile(s.tile_m, dims[0], dtype),
             "do": Tile(s.tile_m, dims[1], dtype),
             "ds": Tile(s.tile_n, s.tile_m, dtype),
-            "sums": whole(s, dims[0]),
             "lse": Row(s.tile_m, Float32),
             "delta": Row(s.tile_m, Float32),
         }
+        if s.add == "tma":
+            self.tiles["sums"] = whole(s, dims[0])
         self.places = {"ds": s.places}
         self.rings = {
             "kv": Ring(("k", "v"), 1),
@@ -114,13 +115,11 @@ class BackwardSm90(MainLoop, WarpSpecialized):
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
         }
-        self.barriers = Barriers(
-            {
-                "ds": Barrier(wgmma.WARPGROUP * s.consumers),
-                "empty": Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers),
-                "full": Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers),
-            }
-        )
+        table = {"ds": Barrier(wgmma.WARPGROUP * s.consumers)}
+        if s.add == "tma":
+            table["empty"] = Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers)
+            table["full"] = Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers)
+        self.barriers = Barriers(table)
         self.order = TileOrder(s.head_group)
         self.summarise = None
         if plan.table_shape(1, 1, 1, 1) is not None:
@@ -181,7 +180,7 @@ class BackwardSm90(MainLoop, WarpSpecialized):
             tuple(self.tiles["k"].load_atom(k)),
             tuple(self.tiles["v"].load_atom(v)),
             tuple(self.tiles["do"].load_atom(do)),
-            tuple(self.strip.add_atom(sums)),
+            tuple(self.strip.add_atom(sums)) if self.schedule.add == "tma" else (None, sums),
             lse_log2,
             delta,
             dk,
@@ -218,6 +217,11 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         """Tiles of queries."""
         return cute.ceil_div(io.q[1].shape[0], self.schedule.tile_m)
 
+    def first_strip(self, io: Io, head: Int32, batch: Int32) -> Int32:
+        """The first strip of a head's sums of dQ; see sums.py."""
+        before = batch * io.q[1].shape[2] + head
+        return before * self.m_blocks(io) * self.schedule.consumers
+
     def seen(self, io: Io, w: Work, head: Int32, base: Int32, kind: Int32) -> Int32:
         """Which of 32 tiles of queries from `base` on see these keys, as bits.
 
@@ -234,14 +238,15 @@ class BackwardSm90(MainLoop, WarpSpecialized):
     @cute.jit
     def producer(self, io, smem, ports, thread):
         """Warp 0 loads, warp 1 adds dQ to its sums."""
-        for atom, _ in (io.q, io.k, io.v, io.do, io.sums):
+        for atom, _ in (io.q, io.k, io.v, io.do):
             cpasync.prefetch_descriptor(atom)
         warp = cute.arch.make_warp_uniform(thread // WARP)
         w = self.work(io)
         if warp == 0:
             self.produce(io, smem, ports, w)
-        if warp == 1:
-            self.add(io, smem, w)
+        if cutlass.const_expr(self.schedule.add == "tma"):
+            if warp == 1:
+                self.add(io, smem, w)
 
     @cute.jit
     def produce(self, io, smem, ports, w):
@@ -287,12 +292,13 @@ class BackwardSm90(MainLoop, WarpSpecialized):
     def add(self, io, smem, w):
         """Add each tile's dQ to its sums, a strip a warpgroup; as many as `produce` loads."""
         s = self.schedule
+        cpasync.prefetch_descriptor(io.sums[0])
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["empty", group].arrive_unaligned()
         for kind in cutlass.range(2, unroll=1):
             for member in cutlass.range(self.group(io), unroll=1):
                 head = w.kv_head * self.group(io) + member
-                first = (w.batch * io.q[1].shape[2] + head) * self.m_blocks(io)
+                first = self.first_strip(io, head, w.batch)
                 for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
                     found = self.seen(io, w, head, base, kind)
                     while found != 0:
@@ -302,7 +308,7 @@ class BackwardSm90(MainLoop, WarpSpecialized):
                             self.barriers["full", group].arrive_and_wait()
                             at = (group, 0)
                             mine = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), at)
-                            block = (first + m_block) * s.consumers + group
+                            block = first + m_block * s.consumers + group
                             self.store(self.strip, io.sums, mine, (block, 0), wait=False)
                         self.stored()
                         for group in cutlass.range_constexpr(s.consumers):
@@ -332,7 +338,9 @@ class BackwardSm90(MainLoop, WarpSpecialized):
                     io, smem, f, w, ring_q, ring_do, word, head, place, thread, False
                 )
                 visits, word, head = take(visits, smem.visits)
-        self.barriers["empty", cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)].arrive_and_wait()
+        if cutlass.const_expr(s.add == "tma"):
+            group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+            self.barriers["empty", group].arrive_and_wait()
         problem, first = self.plan.problem, w.n_block * s.tile_n
         for acc, places, out, factor, same in (
             (f.acc_dv, f.dv_places, io.dv, None, problem.head_dim_v == self.dims[1]),

@@ -20,7 +20,7 @@ from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant.lower import exp2
 
 from .operands import by_query, rounded
-from .sums import write
+from .sums import add, write
 
 
 class MainLoop:
@@ -60,11 +60,15 @@ class MainLoop:
         slot_do.release()
         f.multiply_dk(slot_q)
         warpgroup.wait_group(1)
-        self.barriers["empty", group].arrive_and_wait()
-        strip = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), (group, 0))
-        write(acc_dq, strip, thread % wgmma.WARPGROUP)
-        cute.arch.fence_view_async_shared()
-        self.barriers["full", group].arrive_unaligned()
+        if cutlass.const_expr(s.add == "direct"):
+            strip = self.first_strip(io, head, w.batch) + m_block * s.consumers + group
+            add(acc_dq, io.sums[1], strip, thread % wgmma.WARPGROUP)
+        else:
+            self.barriers["empty", group].arrive_and_wait()
+            strip = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), (group, 0))
+            write(acc_dq, strip, thread % wgmma.WARPGROUP)
+            cute.arch.fence_view_async_shared()
+            self.barriers["full", group].arrive_unaligned()
         warpgroup.wait_group(0)
         slot_q.release()
         return ring_q, ring_do, place ^ (s.places - 1)

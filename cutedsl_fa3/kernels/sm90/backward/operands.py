@@ -39,7 +39,7 @@ class Io:
     k: tuple[cute.CopyAtom, cute.Tensor]
     v: tuple[cute.CopyAtom, cute.Tensor]
     do: tuple[cute.CopyAtom, cute.Tensor]
-    sums: tuple[cute.CopyAtom, cute.Tensor]
+    sums: tuple[cute.CopyAtom | None, cute.Tensor]
     lse_log2: cute.Tensor
     delta: cute.Tensor
     dk: cute.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import ScheduleError
@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from cutedsl_fa3.variant import Variant
 
 
+Add = Literal["tma", "direct"]
+
+
 @dataclass(frozen=True)
 class BackwardSchedule:
     """Tile sizes, ring depths and consumer warpgroups of a backward.
 
     `tile_n` keys belong to a CTA, which walks along tiles of `tile_m` queries; each of `consumers`
     warpgroups has 64 of the keys. `stages`: slots of Q and of dO; `places`: of dS, which all
-    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `head_group`: heads
-    whose tiles are interleaved so that they stay in L2.
+    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `add`: dQ joins its sums
+    by "tma" from shared memory, or "direct" from registers, four at once. `head_group`: heads whose
+    tiles are interleaved so that they stay in L2.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -32,6 +36,7 @@ class BackwardSchedule:
     stages: int = 2
     places: int = 2
     consumers: int = 2
+    add: Add = "tma"
     head_group: int = 8
 
     def __post_init__(self) -> None:
@@ -51,6 +56,7 @@ class BackwardSchedule:
         )
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.places in (1, 2), "places", "1 or 2")
+        need(self.add in get_args(Add), "add", f"one of {', '.join(get_args(Add))}")
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
 
     @property
@@ -61,7 +67,7 @@ class BackwardSchedule:
     def __str__(self) -> str:
         return (
             f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.places} places of "
-            f"dS, {self.consumers} consumer warpgroups"
+            f"dS, {self.consumers} consumer warpgroups, dQ added {self.add}"
         )
 
 

@@ -13,13 +13,14 @@ kernel that finishes dQ has the same accumulator and reads it the same way.
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from cutedsl_fa3.layouts import Tile, wgmma
 
 from .operands import WORDS
 from .schedule import BackwardSchedule
 
+WORD_BYTES = 4
 VECTOR = 4  # words that a thread moves at once
 ROW_VECTORS = WORDS // VECTOR
 ROWS_AT_ONCE = wgmma.WARPGROUP // ROW_VECTORS
@@ -55,3 +56,15 @@ def read(strip: cute.Tensor, acc: cute.Tensor, thread: Int32) -> None:
         source = cute.local_tile(strip, (1, VECTOR), (row + n * ROWS_AT_ONCE, col))
         target = cute.make_tensor(acc.iterator + n * VECTOR, cute.make_layout(VECTOR))
         cute.autovec_copy(source[0, None], target)
+
+
+def add(acc: cute.Tensor, sums: cute.Tensor, strip: Int32, thread: Int32) -> None:
+    """Add a thread's share of dQ to strip number `strip` of all, four sums an instruction."""
+    words = cute.size(acc) * wgmma.WARPGROUP
+    first = sums.iterator.toint() + (Int64(strip) * words + thread * VECTOR) * WORD_BYTES
+    step = wgmma.WARPGROUP * VECTOR * WORD_BYTES
+    for n in range(cute.size(acc) // VECTOR):
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.v4.f32.add [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[first + n * step, *(acc[n * VECTOR + i] for i in range(VECTOR))],
+        )
