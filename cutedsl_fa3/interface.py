@@ -8,15 +8,13 @@ cannot be served is refused before any launch, naming the argument, its value an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
-from . import shadow
+from . import operators, shadow
 from .calls import Call, Result, SlowKernel, plan_for, prepare, visited
 from .errors import Unsupported
 from .inputs import check_schedule, check_tensors, checked_scale
@@ -65,6 +63,7 @@ def attention(
     *,
     scale: float | None = None,
     schedule: Schedule | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """softmax(score(q k^T * scale) where the mask allows) v, on an SM90 GPU or emulated on the CPU.
 
@@ -74,9 +73,13 @@ def attention(
         heads is a multiple of kv_heads; query head h reads key head h // (heads // kv_heads).
     Units: scale is natural; default 1 / sqrt(head_dim).
     Without `schedule` the one that `tune` kept for such a call, else the measured table's.
+    Differentiable, once, on CPU tensors: in q, k, v, in captured floating tensors and in a sink;
+    `deterministic` asks for gradients that are equal bit by bit each time. On a GPU asking for a
+    gradient raises Unsupported: there is no backward kernel yet.
     Raises: Unsupported, LayoutError, ScheduleError, VariantError before any launch.
     """
-    return _call(q, k, v, PLAIN if variant is None else variant, scale, schedule)[0]
+    variant = PLAIN if variant is None else variant
+    return _call(q, k, v, variant, scale, schedule, deterministic)[0]
 
 
 def attention_with_lse(
@@ -87,6 +90,7 @@ def attention_with_lse(
     *,
     scale: float | None = None,
     schedule: Schedule | None = None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attention`, with each row's log-sum-exp: (batch, heads, seqlen_q), fp32, natural log.
 
@@ -98,7 +102,7 @@ def attention_with_lse(
             "attention_with_lse: weights by Elementwise have no log-sum-exp, since nothing is "
             "normalised; use attention"
         )
-    return _call(q, k, v, variant, scale, schedule)
+    return _call(q, k, v, variant, scale, schedule, deterministic)
 
 
 def visits(
@@ -125,11 +129,14 @@ def _call(
     variant: Variant,
     scale: float | None,
     schedule: Schedule | None,
+    deterministic: bool = False,
 ) -> Result:
     """Check, or find that this kind of call was checked before, and run it.
 
     A kind is described by as little as will do, since this is most of what a call costs in Python.
     """
+    if is_dynamo_compiling():
+        return operators.traced(q, k, v, variant, scale, schedule, deterministic)
     graded = forward_ad._current_level >= 0 or (  # tangents come without requires_grad
         torch.is_grad_enabled() and _requires_grad(q, k, v, variant)
     )
@@ -144,11 +151,13 @@ def _call(
                 return call(q, k, v, variant, _scaled(call, scale))
             except MISMATCH:
                 pass  # nothing was launched: a kernel checks types, strides and addresses first
+    if operators.is_fake(q):
+        return operators.traced(q, k, v, variant, scale, schedule, deterministic)
+    q, k, v = operators.autocast(q, k, v)
     call = _exactly(q, k, v, variant, schedule)
     scale = _scaled(call, scale)
     if graded:
-        run = partial(call, q, k, v, variant, scale)
-        return _ForwardOnly.apply(run, q, k, v, *variant.captures)
+        return operators.attend(q, k, v, variant, scale, schedule, deterministic)
     return call(q, k, v, variant, scale)
 
 
@@ -241,25 +250,3 @@ def _exactly(
             if kind is not None and call.checks_layouts:
                 known[kind] = call
     return call
-
-
-class _ForwardOnly(torch.autograd.Function):
-    """The forward inside a graph: the result is right, and asking for its gradient says why not."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[], Result], *tensors: torch.Tensor) -> Result:
-        return run()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise Unsupported(
-            "attention has no backward kernel yet; cutedsl_fa3.reference.attention is "
-            "differentiable and computes the same variant"
-        )
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise Unsupported(
-            "attention has no forward-mode derivative; cutedsl_fa3.reference.attention is "
-            "differentiable and computes the same variant"
-        )

@@ -22,7 +22,7 @@ def _not_in_place(entry: Callable[..., Value]) -> Callable[..., Value]:
 
 
 def _relu(b: Builder, x: Value) -> Value:
-    return b.emit("maximum", x, b.convert(0, b.dtype(x)))
+    return b.mark("threshold_min", x, b.convert(0, b.dtype(x)))
 
 
 def _gelu(b: Builder, x: Value, *, approximate: str = "none") -> Value:
@@ -71,7 +71,7 @@ def _leaky_relu(b: Builder, x: Value, negative_slope: float = 0.01) -> Value:
 
 
 def _hardtanh(b: Builder, x: Value, min_val: float = -1.0, max_val: float = 1.0) -> Value:
-    return b.emit("minimum", b.emit("maximum", x, float(min_val)), float(max_val))
+    return b.mark("threshold_max", b.mark("threshold_min", x, float(min_val)), float(max_val))
 
 
 def _hardsigmoid(b: Builder, x: Value) -> Value:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .graph import LARGEST, Graph, Node, Ref
+from .graph import LARGEST, Graph, Node, Ref, Value
 from .ops import OPS
 
 
@@ -31,6 +31,23 @@ def evaluate(
     return _Reader(inputs, captures, dtype, visible).read(graph)
 
 
+def evaluate_each(
+    nodes: Sequence[Node],
+    values: Sequence[Value],
+    inputs: Mapping[str, torch.Tensor | int | float],
+    captures: Sequence[torch.Tensor] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """Several values of common nodes, as `evaluate` gives each; nodes that none needs do not run.
+
+    Shape: each the broadcast of the inputs that it depends on.
+    """
+    reader = _Reader(inputs, captures, dtype, None)
+    found = reader.needed(nodes, [value.id for value in values if isinstance(value, Ref)])
+    return [found[v.id] if isinstance(v, Ref) else reader.tensor(v) for v in values]
+
+
 class _Reader:
     def __init__(
         self,
@@ -47,11 +64,19 @@ class _Reader:
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
     def read(self, graph: Graph) -> torch.Tensor:
-        values: list[torch.Tensor] = []
-        for node in graph.nodes:
+        return self.needed(graph.nodes, [graph.output])[graph.output]
+
+    def needed(self, nodes: Sequence[Node], outputs: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Values by node number, of these and of all that they are made of."""
+        wanted, values = set(outputs), dict[int, torch.Tensor]()
+        for number in reversed(range(len(nodes))):
+            if number in wanted:
+                wanted |= {a.id for a in nodes[number].operands if isinstance(a, Ref)}
+        for number in sorted(wanted):
+            node = nodes[number]
             operands = [values[a.id] if isinstance(a, Ref) else a for a in node.operands]
-            values.append(self.node(node, operands))
-        return values[graph.output]
+            values[number] = self.node(node, operands)
+        return values
 
     def node(self, node: Node, operands: list[torch.Tensor | bool | int | float]) -> torch.Tensor:
         if node.op == "input":

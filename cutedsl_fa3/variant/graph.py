@@ -11,7 +11,7 @@ import torch
 
 from cutedsl_fa3.errors import VariantError
 
-from .ops import OPS, DType
+from .ops import MARKS, OPS, DType
 
 INPUTS: dict[str, DType] = {
     "score": "float",
@@ -63,7 +63,7 @@ def literal(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """One value: an operation of `ops.OPS`, or a source.
+    """One value: an operation of `ops.OPS` (or a mark of `ops.MARKS`), or a source.
 
     Sources: ("input", (name,)), ("load", (capture, *indices)), ("const", (number,)).
     `depends` names the inputs that the value is a function of.
@@ -182,6 +182,13 @@ class Builder:
             raise VariantError(f"{name} takes {allowed} arguments, not {common}")
         values = tuple(self.convert(value, common) for value in values)
         return self.append(name, (*head, *values), op.dtype(common))
+
+    def mark(self, name: str, *args: Value) -> Value:
+        """An operation of floats that carries a mark of its derivative; of others, without it."""
+        plain = MARKS[name]
+        if self.promoted(*args) != "float":
+            return args[0] if plain is None else self.emit(plain, *args)
+        return self.append(name, tuple(self.convert(value, "float") for value in args), "float")
 
     def promoted(self, *values: Value) -> DType:
         """The common type of these values."""

@@ -7,6 +7,7 @@ first use from the result. Arguments of commutative operations keep the order th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from cutedsl_fa3.errors import VariantError
 
 from .graph import Builder, Graph, Node, Ref, Value
-from .ops import OPS, DType
+from .ops import MARKS, OPS, DType
 
 _TORCH: dict[DType, torch.dtype] = {
     "bool": torch.bool,
@@ -24,7 +25,7 @@ _TORCH: dict[DType, torch.dtype] = {
 
 
 def normalise(graph: Graph, captures: list[int] | None = None) -> Graph:
-    """The same function in canonical form.
+    """The same function in canonical form; marks of derivatives stay (`plain` takes them off).
 
     `captures` collects the numbers of the captured tensors in order of first use; loads are
     renumbered to their position in it, so that two graphs given one list share the numbers.
@@ -33,14 +34,40 @@ def normalise(graph: Graph, captures: list[int] | None = None) -> Graph:
     values: list[Value] = []
     for node in graph.nodes:
         args = tuple(values[a.id] if isinstance(a, Ref) else a for a in node.args)
-        values.append(_simplified(builder, node, args))
-    output = values[graph.output]
-    if not isinstance(output, Ref):
-        output = builder.const(output)
-    return _renumbered(builder.nodes, output, [] if captures is None else captures)
+        values.append(simplified(builder, node, args))
+    output = as_ref(builder, values[graph.output])
+    nodes, (found,) = renumbered(builder.nodes, [output], [] if captures is None else captures)
+    return Graph(nodes, found.id)
 
 
-def _simplified(builder: Builder, node: Node, args: tuple[Any, ...]) -> Value:
+def plain(graph: Graph) -> Graph:
+    """The same function without marks of derivatives, as every reader but `derive` takes it."""
+    if not any(node.op in MARKS for node in graph.nodes):
+        return graph
+    builder = Builder()
+    values: list[Value] = []
+    for node in graph.nodes:
+        args = tuple(values[a.id] if isinstance(a, Ref) else a for a in node.args)
+        values.append(simplified(builder, node, args, marks=False))
+    captures = max(graph.captures, default=-1) + 1
+    nodes, (found,) = renumbered(
+        builder.nodes, [as_ref(builder, values[graph.output])], [*range(captures)]
+    )
+    return Graph(nodes, found.id)
+
+
+def as_ref(builder: Builder, value: Value) -> Ref:
+    """A value as a node: a number as a constant."""
+    return value if isinstance(value, Ref) else builder.const(value)
+
+
+def simplified(builder: Builder, node: Node, args: tuple[Any, ...], *, marks: bool = True) -> Value:
+    """A node with these arguments, or what it comes to; without `marks` they are taken off."""
+    if node.op in MARKS and not (marks and any(isinstance(a, Ref) for a in args)):
+        plain_op = MARKS[node.op]
+        if plain_op is None:
+            return args[0]
+        node = Node(plain_op, node.args, node.dtype, node.depends)
     if node.op == "const":
         return args[0]
     if node.op in ("input", "load"):
@@ -146,22 +173,28 @@ def _integer_comparison(builder: Builder, node: Node, args: tuple[Any, ...]) -> 
     return (builder.emit(op, inner, bound),)
 
 
-def _renumbered(nodes: list[Node], output: Ref, captures: list[int]) -> Graph:
-    """Only what the output needs, in the order in which a reader from the output first meets it."""
+def renumbered(
+    nodes: Sequence[Node], outputs: Sequence[Ref], captures: list[int]
+) -> tuple[tuple[Node, ...], list[Ref]]:
+    """Only what the outputs need, in the order in which a reader from the first one meets it.
+
+    Returns the nodes and the outputs among them; what only a later output needs comes later.
+    """
     order: dict[int, int] = {}
     kept: list[Node] = []
-    stack = [(output.id, iter(nodes[output.id].operands))]
-    while stack:
-        current, operands = stack[-1]
-        pending = next((a for a in operands if isinstance(a, Ref) and a.id not in order), None)
-        if pending is not None:
-            stack.append((pending.id, iter(nodes[pending.id].operands)))
-            continue
-        stack.pop()
-        if current not in order:
-            order[current] = len(kept)
-            kept.append(_with_new_ids(nodes[current], order, captures))
-    return Graph(tuple(kept), order[output.id])
+    for output in outputs:
+        stack = [(output.id, iter(nodes[output.id].operands))]
+        while stack:
+            current, operands = stack[-1]
+            pending = next((a for a in operands if isinstance(a, Ref) and a.id not in order), None)
+            if pending is not None:
+                stack.append((pending.id, iter(nodes[pending.id].operands)))
+                continue
+            stack.pop()
+            if current not in order:
+                order[current] = len(kept)
+                kept.append(_with_new_ids(nodes[current], order, captures))
+    return tuple(kept), [Ref(order[output.id]) for output in outputs]
 
 
 def _with_new_ids(node: Node, order: dict[int, int], captures: list[int]) -> Node:

@@ -201,5 +201,16 @@ _ROWS = (
 
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
 
+# What a traced graph says of derivatives alone, and the operation that every other reader sees in
+# its place (None: the value itself). Where a float meets a bound the derivative of torch.maximum
+# goes to both in halves, that of a clamp to the value, and that of relu and hardtanh to neither.
+MARKS: dict[str, str | None] = {
+    "clamp_min": "maximum",
+    "clamp_max": "minimum",
+    "threshold_min": "maximum",
+    "threshold_max": "minimum",
+    "detach": None,
+}
+
 # Nodes that are not operations on values.
 SOURCES = ("input", "load", "const")

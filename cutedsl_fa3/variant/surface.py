@@ -163,8 +163,8 @@ _minimum, _maximum = _bound("min", "and"), _bound("max", "or")
 
 
 def _clamp(b: Builder, x: Value, min: Value | None = None, max: Value | None = None) -> Value:
-    x = x if min is None else b.emit("maximum", x, min)
-    return x if max is None else b.emit("minimum", x, max)
+    x = x if min is None else b.mark("clamp_min", x, min)
+    return x if max is None else b.mark("clamp_max", x, max)
 
 
 def _rounded(op: str) -> Entry:
@@ -270,7 +270,7 @@ def _filled(number: float | None) -> Entry:
 
 
 def _as_is(b: Builder, x: Value, *args: Any, **options: Any) -> Value:
-    """What only concerns memory or gradients: `.detach()`, `.contiguous()`, `.cuda()`."""
+    """What only concerns memory: `.clone()`, `.contiguous()`, `.cuda()`."""
     return x
 
 
@@ -326,7 +326,8 @@ SURFACE: dict[str, Entry] = {
     **_alias("lshift", "bitwise_left_shift", entry=_shift("shl")),
     **_alias("rshift", "bitwise_right_shift", entry=_shift("shr")),
     **_alias("to", "type", "type_as", entry=_to),
-    **_alias("detach", "clone", "contiguous", "cpu", "cuda", entry=_as_is),
+    **_alias("clone", "contiguous", "cpu", "cuda", entry=_as_is),
+    **_alias("detach", entry=lambda b, x: b.mark("detach", x)),
     **_alias("float", entry=_cast("float")),
     **_alias("int", "long", entry=_cast("int")),
     **_alias("bool", entry=_cast("bool")),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from cutedsl_fa3.errors import VariantError
 
 from .graph import Graph
-from .normalise import normalise
+from .normalise import normalise, plain
 from .softmax import Elementwise, OnlineSoftmax, check_softmax
 from .trace import PARAMETERS, trace
 
@@ -33,7 +35,9 @@ class Variant:
     The functions are traced here and not kept: code and Python numbers are frozen by value,
     captured tensors are kept by reference and read at each launch (a 0-d tensor is a scalar). They
     become the graphs `score`, `mask`, `weight` (None: the online softmax) and `epilogue`, None
-    where there is nothing to do; `sink` is the number of the sink among `captures`.
+    where there is nothing to do; `sink` is the number of the sink among `captures`. `marked` holds
+    by role the graphs that say more of derivatives (`ops.MARKS`) than those; `derive.py` reads it. `handle` names the Variant in this
+    process, where only text can: `by_handle` finds it as long as it lives.
 
     Integer arithmetic is 32-bit: captured int64 elements saturate at +-(2^31 - 1), smaller integers
     are widened to int32; captured fp16 and bf16 elements are widened to fp32, fp64 ones rounded to
@@ -44,13 +48,16 @@ class Variant:
     """
 
     __slots__ = (
-        "__weakref__", "captures", "epilogue", "mask", "score", "sink", "softmax", "weight",
+        "__weakref__", "captures", "epilogue", "handle", "marked", "mask", "score", "sink",
+        "softmax", "weight",
     )  # fmt: skip
 
     score: Graph | None
     mask: Graph | None
     weight: Graph | None
     epilogue: Graph | None
+    handle: str
+    marked: dict[str, Graph]
     sink: int | None
     softmax: OnlineSoftmax | Elementwise
     captures: tuple[torch.Tensor, ...]
@@ -72,13 +79,18 @@ class Variant:
         }
         used: list[int] = []
         graphs: dict[str, Graph | None] = dict.fromkeys(ROLES)
+        marked: dict[str, Graph] = {}
         sink = None
         for role in ROLES:
             if role == "epilogue" and isinstance(softmax, OnlineSoftmax):
                 sink = _number(softmax.sink, found, used)
             if role in raw:
-                graph = _checked(normalise(raw[role], used), role)
-                graphs[role] = None if _changes_nothing(graph, role) else graph
+                found_graph = normalise(raw[role], used)
+                graph = _checked(plain(found_graph), role)
+                if not _changes_nothing(graph, role):
+                    graphs[role] = graph
+                if graph is not found_graph:
+                    marked[role] = found_graph
         if weight is not None and graphs["epilogue"] and "lse" in graphs["epilogue"].inputs:
             raise VariantError(
                 "epilogue reads lse, and Elementwise weights have none: nothing is normalised; "
@@ -86,12 +98,14 @@ class Variant:
             )
         values = {
             **graphs,
+            "marked": marked,
             "sink": sink,
             "softmax": softmax,
             "captures": tuple(found[number] for number in used),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        _registered(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Variant is a snapshot; make another one to change {name}")
@@ -122,6 +136,27 @@ class Variant:
         """Whether rows have a log-sum-exp: Elementwise weights have none."""
         return self.weight is None
 
+    def without_epilogue(self) -> Variant:
+        """The same Variant up to the epilogue, on the same captured tensors; itself without one."""
+        if self.epilogue is None and "epilogue" not in self.marked:
+            return self
+        marked = {role: graph for role, graph in self.marked.items() if role != "epilogue"}
+        return self._with(epilogue=None, marked=marked)
+
+    def bound_to(self, captures: Sequence[torch.Tensor]) -> Variant:
+        """The same functions on other captured tensors; itself if these are the same memory."""
+        pairs = zip(self.captures, captures, strict=True)
+        if all(a is b or _same_memory(a, b) for a, b in pairs):
+            return self
+        return self._with(captures=tuple(captures))
+
+    def _with(self, **changed: Any) -> Variant:
+        other = object.__new__(Variant)
+        for name in self.__slots__:
+            if name != "__weakref__":
+                object.__setattr__(other, name, changed.get(name, getattr(self, name)))
+        return _registered(other)
+
     @property
     def text(self) -> str:
         """Canonical text: variants that generate the same code have the same text."""
@@ -134,6 +169,36 @@ class Variant:
 
     def __repr__(self) -> str:
         return f"Variant:\n{self.text}"
+
+
+_handles = itertools.count()
+_by_handle: weakref.WeakValueDictionary[str, Variant] = weakref.WeakValueDictionary()
+
+
+def _registered(variant: Variant) -> Variant:
+    object.__setattr__(variant, "handle", f"variant {next(_handles)}")
+    _by_handle[variant.handle] = variant
+    return variant
+
+
+def by_handle(handle: str) -> Variant:
+    """The Variant of this handle.
+
+    Raises: VariantError if there is none any more.
+    """
+    found = _by_handle.get(handle)
+    if found is None:
+        raise VariantError(
+            f"{handle} is no Variant of this process that still lives; keep a reference to it as "
+            "long as what was compiled with it is called"
+        )
+    return found
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
+        b.data_ptr(), b.shape, b.stride(), b.dtype
+    )
 
 
 def _described(tensor: torch.Tensor) -> str:

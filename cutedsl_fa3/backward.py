@@ -1,0 +1,424 @@
+"""The backward on the CPU: gradients by tiles of keys, with plain torch.
+
+    rows     do' = do * d out / d o,  delta = sum(do' * o) - dlse        one pass over the rows
+    tiles    for each tile of keys, each tile of queries that sees some of them:
+                 s = q k^T * scale, score' = score(s), p = exp(score' - lse), dp = do' v^T
+                 ds = p * (dp - delta), or dp for Elementwise weights, where p = f(score')
+                 dv += p^T do',  dk += (ds * d score' / d s)^T q,  dq += (ds * d score' / d s) k
+    ends     dq and dk times the scale, in the input type; a sink gets -exp(sink - lse) * delta
+
+The derivatives of the variant's functions come from `variant/derive.py`, the tiles from the same
+interval evaluation as in the forward (`variant/visits.py`), read by tiles of keys. P and dS are
+rounded to the input type before they meet dO, Q and K; sums are fp32. fp64 tensors are computed in
+fp64 throughout, so that finite differences can be held against it.
+
+A pair that is hidden takes no part, whatever its query, key, value or gradient holds: what is not
+finite reaches the rows and keys that it is seen with, as in the forward. So rows that see nothing
+and keys that nobody sees get exactly 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from .variant import Ref, Variant
+from .variant.derive import Derivatives, of_element, of_epilogue
+from .variant.evaluate import evaluate, evaluate_each
+from .variant.visits import visited_tiles
+
+LOG2_E = math.log2(math.e)
+TILE = (128, 128)  # of queries and of keys
+AT_ONCE = 1 << 20  # elements of the tiles that are worked on side by side
+SMALLEST_EXPONENT = -126.0  # below it a power of 2 is no normal fp32 number: the unit returns 0
+
+
+class Gradients(NamedTuple):
+    """Gradients of q, k and v in their type, and by number of the captured tensors asked for.
+
+    Those of captured tensors are the sums as they were added up: fp32, or fp64 of fp64 inputs.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    captures: dict[int, torch.Tensor]
+
+
+def differentiable(variant: Variant) -> frozenset[int]:
+    """The numbers of the captured tensors that have a gradient: the sink, and floats that are read.
+
+    A mask, an index and a condition give none.
+    Raises: VariantError naming an operation without a derivative.
+    """
+    found = set() if variant.sink is None else {variant.sink}
+    for derived in (of_element(variant), of_epilogue(variant)):
+        found |= set() if derived is None else set(derived.captures)
+    return frozenset(found)
+
+
+@torch.no_grad()
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    o: torch.Tensor,
+    lse: torch.Tensor | None,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    *,
+    scale: float,
+    wanted: Collection[int] = (),
+    tile: tuple[int, int] = TILE,
+) -> Gradients:
+    """Gradients of (do * out).sum() + (dlse * lse).sum(), for tensors that were checked.
+
+    `o` is the output before an epilogue, `do` the gradient of the output after it; `wanted` are
+    numbers of captured tensors.
+
+    Shape: q, k, v as for `attention`; o and do as its output, lse and dlse (batch, heads,
+        seqlen_q), any strides; lse is None for Elementwise weights.
+    Units: scale is natural.
+    Raises: VariantError naming an operation without a derivative.
+    """
+    call = _Call(q, k, v, variant, scale, tile, frozenset(wanted))
+    rows = _rows(call, o, lse, do, dlse)
+    dq = torch.zeros(q.shape, dtype=call.compute, device=q.device)
+    dk, dv = (torch.zeros(t.shape, dtype=call.compute, device=q.device) for t in (k, v))
+    visited, masked = _visits(call)
+    for n_block in range(visited.shape[3]):
+        keys = call.span(n_block, 1)
+        shape = (q.shape[0], q.shape[2], len(keys))
+        dk_tile = torch.zeros((*shape, k.shape[3]), dtype=call.compute, device=q.device)
+        dv_tile = torch.zeros((*shape, v.shape[3]), dtype=call.compute, device=q.device)
+        for m_block in range(visited.shape[2]):
+            for b, h in call.batches(visited[:, :, m_block, n_block], len(keys)):
+                pair = _Tile(call, rows, b, h, call.span(m_block, 0), keys)
+                pair.add(dq, dk_tile, dv_tile, masked[b, h, m_block, n_block])
+        for whole, part in ((dk, dk_tile), (dv, dv_tile)):
+            of_group = part.unflatten(1, (k.shape[2], -1)).sum(2) if part.numel() else part
+            whole[:, keys.start : keys.stop] = of_group.transpose(1, 2)
+    _add_sink(call, rows)
+    return Gradients(
+        (dq * call.scale).to(q.dtype), (dk * call.scale).to(k.dtype), dv.to(v.dtype), call.totals
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one call; `totals` add up the gradients of captured tensors."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    variant: Variant
+    natural_scale: float
+    tile: tuple[int, int]
+    wanted: frozenset[int]
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What sums are held in."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def scale(self) -> torch.Tensor:
+        """() in the type of the sums."""
+        return torch.tensor(self.natural_scale, dtype=self.compute, device=self.q.device)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @cached_property
+    def element(self) -> Derivatives | None:
+        return of_element(self.variant)
+
+    @cached_property
+    def totals(self) -> dict[int, torch.Tensor]:
+        captures = self.variant.captures
+        return {
+            number: torch.zeros(
+                captures[number].shape, dtype=self.compute, device=captures[number].device
+            )
+            for number in sorted(self.wanted)
+        }
+
+    def rounded(self, t: torch.Tensor) -> torch.Tensor:
+        """As an operand of a product: in the input type, held in that of the sums."""
+        return t.to(self.q.dtype).to(self.compute)
+
+    def span(self, block: int, axis: int) -> range:
+        """The positions in a tile of queries (axis 0) or of keys (axis 1)."""
+        length = (self.q if axis == 0 else self.k).shape[1]
+        return range(block * self.tile[axis], min((block + 1) * self.tile[axis], length))
+
+    def batches(
+        self, visited: torch.Tensor, columns: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Batch entries and heads whose tiles are worked on side by side."""
+        widest = max(columns, self.q.shape[3], self.v.shape[3])
+        together = max(1, AT_ONCE // max(1, self.tile[0] * widest))
+        for some in visited.nonzero().split(together):
+            if len(some):
+                yield some[:, 0], some[:, 1]
+
+    def add_loads(
+        self,
+        derived: Derivatives,
+        factors: dict[int, torch.Tensor],
+        indices: dict[int, list[torch.Tensor]],
+        gradient: torch.Tensor,
+        seen: torch.Tensor | None,
+    ) -> None:
+        """Add what the loads of a function hand on, where `seen`, to the gradients asked for."""
+        for at, load in enumerate(derived.loads):
+            if load.capture not in self.wanted:
+                continue
+            share = gradient * factors[at]
+            share = share if seen is None else torch.where(seen, share, 0.0)
+            total = self.totals[load.capture]
+            if not indices[at]:
+                total += share.sum()
+                continue
+            where = [
+                torch.broadcast_to(i.clamp(0, size - 1).long(), share.shape).to(total.device)
+                for i, size in zip(indices[at], total.shape, strict=True)
+            ]
+            total.index_put_(tuple(where), share, accumulate=True)
+
+    def evaluated(
+        self, derived: Derivatives, inputs: dict[str, torch.Tensor | int]
+    ) -> tuple[
+        torch.Tensor,
+        dict[str, torch.Tensor],
+        dict[int, torch.Tensor],
+        dict[int, list[torch.Tensor]],
+    ]:
+        """The value, its factors by input, and factors and indices of the loads asked for."""
+        loads = {i: one for i, one in enumerate(derived.loads) if one.capture in self.wanted}
+        values = [Ref(derived.value.output), *(Ref(g.output) for g in derived.inputs.values())]
+        values += [Ref(one.factor.output) for one in loads.values()]
+        places = [i for one in loads.values() for i in one.indices]
+        captures = self.variant.captures
+        found = iter(
+            evaluate_each(
+                derived.value.nodes, [*values, *places], inputs, captures, dtype=self.compute
+            )
+        )
+        value = next(found)
+        by_input = {name: next(found) for name in derived.inputs}
+        by_load = {i: next(found) for i in loads}
+        return value, by_input, by_load, {i: [next(found) for _ in loads[i].indices] for i in loads}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the tiles need of each row.
+
+    Shape: do (batch, seqlen_q, heads, head_dim_v) by the output before an epilogue; lse, delta
+        (batch, heads, seqlen_q), None for Elementwise weights. lse is +inf where it was -inf, so
+        that every weight is 0 there; delta is sum(do * o) - dlse.
+    """
+
+    do: torch.Tensor
+    lse: torch.Tensor | None
+    delta: torch.Tensor | None
+
+
+def _rows(
+    call: _Call,
+    o: torch.Tensor,
+    lse: torch.Tensor | None,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> _Rows:
+    """One pass over the rows; what an epilogue loads gets its gradient here."""
+    o, do = o.to(call.compute), do.to(call.compute)
+    through = torch.zeros((), dtype=call.compute, device=o.device)
+    if dlse is not None:
+        through = dlse.to(call.compute)
+    if (epilogue := of_epilogue(call.variant)) is not None:
+        do, by_lse = _before_epilogue(call, epilogue, o, lse, do)
+        through = through if by_lse is None else through + by_lse
+    if lse is None:
+        return _Rows(do, None, None)
+    lse = lse.to(call.compute)
+    delta = (do * o).sum(-1).transpose(1, 2) - through
+    return _Rows(do, lse.masked_fill(lse == -math.inf, math.inf), delta)
+
+
+def _before_epilogue(
+    call: _Call,
+    epilogue: Derivatives,
+    o: torch.Tensor,
+    lse: torch.Tensor | None,
+    do: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of o, rounded as an operand, and of lse (batch, heads, seqlen_q) if it is read."""
+    batch, seqlen_q, heads, _ = o.shape
+    count = [torch.arange(n, device=o.device) for n in (batch, seqlen_q, heads)]
+    inputs: dict[str, torch.Tensor | int] = {
+        "o": o,
+        "b": count[0][:, None, None, None],
+        "q": count[1][:, None, None],
+        "h": count[2][:, None],
+        "seqlen_q": seqlen_q,
+        "seqlen_k": call.k.shape[1],
+    }
+    if lse is not None:
+        inputs["lse"] = lse.transpose(1, 2)[..., None]
+    _, by_input, factors, indices = call.evaluated(epilogue, inputs)
+    call.add_loads(epilogue, factors, indices, do, None)
+    by_lse = None
+    if "lse" in by_input:
+        by_lse = (do * by_input["lse"]).sum(-1).transpose(1, 2)
+    through = do * by_input["o"] if "o" in by_input else torch.zeros_like(do)
+    return call.rounded(through), by_lse
+
+
+def _visits(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tiles of queries and keys meet, and which of those need the element mask.
+
+    Shape: (batch, heads, m_blocks, n_blocks).
+    """
+    (batch, seqlen_q, heads, _), seqlen_k = call.q.shape, call.k.shape[1]
+    sizes = batch, heads, seqlen_q, seqlen_k
+    if 0 in sizes:
+        none = torch.zeros(batch, heads, 0, 0, dtype=torch.bool, device=call.q.device)
+        return none, none
+    found = visited_tiles(call.variant.mask, call.variant.captures, *sizes, *call.tile)
+    visited, masked = (t.expand(batch, heads, -1, -1) for t in found)
+    return visited, masked
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of queries and one of keys, of several batch entries and heads side by side."""
+
+    call: _Call
+    rows: _Rows
+    b: torch.Tensor
+    h: torch.Tensor
+    queries: range
+    keys: range
+
+    def of_queries(self, t: torch.Tensor) -> torch.Tensor:
+        """Rows of q or do: (cells, queries, dim)."""
+        return t[self.b, self.queries.start : self.queries.stop, self.h].to(self.call.compute)
+
+    def of_keys(self, t: torch.Tensor) -> torch.Tensor:
+        """Rows of k or v: (cells, keys, dim)."""
+        at = self.h // self.call.group
+        return t[self.b, self.keys.start : self.keys.stop, at].to(self.call.compute)
+
+    def of_rows(self, t: torch.Tensor) -> torch.Tensor:
+        """What each row has one of: (cells, queries, 1)."""
+        return t[self.b, self.h, self.queries.start : self.queries.stop][..., None]
+
+    @property
+    def positions(self) -> dict[str, torch.Tensor | int]:
+        """The inputs of a graph but for the score."""
+        call = self.call
+        return {
+            "b": self.b[:, None, None],
+            "h": self.h[:, None, None],
+            "q": torch.arange(self.queries.start, self.queries.stop, device=self.b.device)[:, None],
+            "k": torch.arange(self.keys.start, self.keys.stop, device=self.b.device),
+            "seqlen_q": call.q.shape[1],
+            "seqlen_k": call.k.shape[1],
+        }
+
+    def visible(self, masked: torch.Tensor) -> torch.Tensor:
+        """Which pairs the element mask shows, where it is applied: (cells, queries, keys)."""
+        shape = len(self.b), len(self.queries), len(self.keys)
+        mask = self.call.variant.mask
+        if mask is None or not masked.any():
+            return torch.ones(shape, dtype=torch.bool, device=self.b.device)
+        shown = evaluate(mask, self.positions, self.call.variant.captures)
+        return torch.broadcast_to(shown, shape) | ~masked[:, None, None]
+
+    def add(
+        self,
+        dq: torch.Tensor,
+        dk_tile: torch.Tensor,
+        dv_tile: torch.Tensor,
+        masked: torch.Tensor,
+    ) -> None:
+        """Add what these tiles give; dk_tile and dv_tile are (batch, heads, keys, dim)."""
+        call, element = self.call, self.call.element
+        q, do = self.of_queries(call.q), self.of_queries(self.rows.do)
+        k, v = self.of_keys(call.k), self.of_keys(call.v)
+        values, seen = torch.bmm(q, k.mT), self.visible(masked)
+        factor: torch.Tensor | float | None = 1.0
+        if element is not None:
+            values, by_input, factors, indices = call.evaluated(
+                element, {"score": values * call.scale, **self.positions}
+            )
+            values = torch.broadcast_to(values, seen.shape)
+            factor = by_input.get("score")
+        dp = torch.bmm(do, v.mT)
+        if self.rows.lse is not None and self.rows.delta is not None:
+            seen = seen & (values != -math.inf)
+            p = self.weights(values, self.of_rows(self.rows.lse))
+            ds = torch.where(seen, p * (dp - self.of_rows(self.rows.delta)), 0.0)
+        else:
+            p, ds = values, torch.where(seen, dp, 0.0)
+        p = call.rounded(torch.where(seen, p, 0.0))
+        dv_tile[self.b, self.h] += _product(p.mT, do, seen.mT)
+        if element is not None:
+            call.add_loads(element, factors, indices, ds, seen)
+        if factor is None:
+            return
+        if element is not None:
+            ds = torch.where(seen, ds * factor, 0.0)
+        ds = call.rounded(ds)
+        dk_tile[self.b, self.h] += _product(ds.mT, q, seen.mT)
+        dq[self.b, self.queries.start : self.queries.stop, self.h] += _product(ds, k, seen)
+
+    def weights(self, values: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """exp(score - lse) of scores, which are raw products if no function changes them."""
+        call = self.call
+        if call.compute == torch.float64:
+            return torch.exp((values if call.element is not None else values * call.scale) - lse)
+        to_log2 = torch.tensor(LOG2_E, device=lse.device)
+        factor = to_log2 if call.element is not None else to_log2 * call.scale
+        exponents = (values.double() * factor - (lse * to_log2)).float()  # rounded once: an FMA
+        return torch.exp2(exponents).masked_fill_(exponents < SMALLEST_EXPONENT, 0.0)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """a @ b, to which rows of b that are not finite add only where they are seen.
+
+    Shape: a and seen (cells, m, n), b (cells, n, dim) -> (cells, m, dim).
+    """
+    if b.sum().isfinite():  # cheaper; other sums may still be of finite numbers
+        return torch.bmm(a, b)
+    odd = ~b.isfinite().all(-1)
+    found = torch.bmm(a.masked_fill(odd[:, None], 0.0), b.masked_fill(odd[..., None], 0.0))
+    for row in odd.any(0).nonzero().flatten().tolist():
+        met = odd[:, None, row] & seen[..., row]
+        product = a[..., row, None] * b[:, None, row]
+        found += torch.where(met[..., None], product, 0.0)
+    return found
+
+
+def _add_sink(call: _Call, rows: _Rows) -> None:
+    """The gradient of a sink, whose weight meets no value: -exp(sink - lse) * delta."""
+    number = call.variant.sink
+    if number is None or number not in call.wanted or rows.lse is None or rows.delta is None:
+        return
+    sink = call.variant.captures[number].to(call.compute)
+    each = sink.expand(call.q.shape[2])[:, None]
+    # Equal where the sink has all of the row; +inf stands for -inf, of a row with nothing at all.
+    alone = (each == rows.lse) | ((each == -math.inf) & (rows.lse == math.inf))
+    weight = torch.where(alone, 1.0, torch.exp(each - rows.lse))
+    shares = -(weight * rows.delta).sum((0, 2))
+    call.totals[number].add_(shares if sink.ndim else shares.sum())
