@@ -61,6 +61,7 @@ from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
 from .schedule import BackwardSchedule
 from .sums import strip, whole
+from .weights import changes_products
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
@@ -232,7 +233,10 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         scan = self.elements(io, head, w.batch).scan(m_block, s.tile_m, s.tile_n, io.table)
         visit, masked = scan.decide(w.n_block)
         inside = m_block < self.m_blocks(io)
-        mine = inside & Boolean(visit) & (Boolean(masked) ^ (kind == 1))
+        masked = Boolean(masked)
+        if changes_products(self.plan.variant):  # rows past the sequence could be NaN
+            masked = masked | ((m_block + 1) * s.tile_m > io.q[1].shape[0])
+        mine = inside & Boolean(visit) & (masked ^ (kind == 1))
         return cute.arch.vote_ballot_sync(mine)
 
     @cute.jit

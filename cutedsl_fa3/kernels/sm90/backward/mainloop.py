@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from cutedsl_fa3.layouts import wgmma
-from cutedsl_fa3.variant.lower import exp2
 
-from .operands import by_query, rounded
+from .operands import rounded
 from .sums import add, write
+from .weights import Weigher
 
 
 class MainLoop:
@@ -41,13 +40,11 @@ class MainLoop:
         slot_do = ring_do.wait_and_advance()
         acc_dp = f.multiply_scores(f.v, f.do, slot_do)
         warpgroup.wait_group(1)
-        elements = self.elements(io, head, w.batch)
-        corner = (m_block * s.tile_m, w.n_block * s.tile_n)
-        elements.apply(by_query(acc_s), f.places, corner, masked)
-        probabilities(acc_s, smem.lse, slot_q.index, f.places, elements.scale_log2)
-        rounded(acc_s, f.p16)
+        weigher = Weigher(self.elements(io, head, w.batch), self.plan.variant)
+        at = (f.places, (m_block * s.tile_m, w.n_block * s.tile_n))
+        weigher.weigh(acc_s, f.p16, *at, smem.lse, slot_q.index, masked)
         warpgroup.wait_group(0)
-        differences(acc_s, acc_dp, smem.delta, slot_do.index, f.places)
+        weigher.differ(acc_s, acc_dp, *at, smem.delta, slot_do.index, masked)
         f.multiply_dv(slot_do)
         rounded(acc_dp, f.ds16)
         if cutlass.const_expr(s.places == 1):
@@ -72,32 +69,3 @@ class MainLoop:
         warpgroup.wait_group(0)
         slot_q.release()
         return ring_q, ring_do, place ^ (s.places - 1)
-
-
-def row_pair(rows: cute.Tensor, slot: Int32, pair: Int32) -> cute.Tensor:
-    """Two neighbouring rows' numbers, by one load."""
-    return cute.local_tile(rows[None, slot], (2,), (pair,)).load()
-
-
-def probabilities(
-    acc_s: cute.Tensor, lse: cute.Tensor, slot: Int32, places: wgmma.Places, scale_log2: Float32
-) -> None:
-    """Probabilities in place of scores: 2^(x * scale_log2 - LSE of the row)."""
-    x = by_query(acc_s)
-    for r in range(0, len(places.row_offsets), 2):
-        both = row_pair(lse, slot, places.row // 2 + places.row_offsets[r] // 2)
-        for n in range(2):
-            for c in range(len(places.col_offsets)):
-                x[r + n, c] = exp2(cute.math.fma(x[r + n, c], scale_log2, -both[n]))
-
-
-def differences(
-    acc_p: cute.Tensor, acc_dp: cute.Tensor, delta: cute.Tensor, slot: Int32, places: wgmma.Places
-) -> None:
-    """dS = P * (dP - delta) in place of dP."""
-    p, dp = by_query(acc_p), by_query(acc_dp)
-    for r in range(0, len(places.row_offsets), 2):
-        both = row_pair(delta, slot, places.row // 2 + places.row_offsets[r] // 2)
-        for n in range(2):
-            for c in range(len(places.col_offsets)):
-                dp[r + n, c] = p[r + n, c] * (dp[r + n, c] - both[n])
