@@ -1,15 +1,14 @@
 """Tables and roles of the attention backward on SM90.
 
     role        does                                                              rings
-    producer    warp 0: K and V once, then Q, LSE and dO, delta of the queries  -> kv, q, do, visits
+    producer    warp 0: K and V once, then Q, LSE and dO, delta of the queries  -> kv, rows, visits
                 that see some of these keys, by TMA; warp 1: adds dQ to its sums
-    consumer    S, dP -> P, dS -> dV += P^T dO, dQ = dS K, dK += dS^T Q         <- kv, q, do, visits
+    consumer    S, dP -> P, dS -> dV += P^T dO, dQ = dS K, dK += dS^T Q         <- kv, rows, visits
                 then dK and dV -> global memory
 
     ring    carries            filled by     emptied by, one arrival a warp
     kv      K and V, one slot  TMA bytes     never: they stay
-    q       Q, lse             TMA bytes     when dK of it is complete
-    do      dO, delta          TMA bytes     when dV of it is complete
+    rows    Q, dO, lse, delta  TMA bytes     when dK and dV of them are complete
     visits  which tile         the producer  when read
 
     barrier  threads   says
@@ -107,8 +106,7 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         self.places = {"ds": s.places}
         self.rings = {
             "kv": Ring(("k", "v"), 1),
-            "q": Ring(("q", "lse"), s.stages),
-            "do": Ring(("do", "delta"), s.stages),
+            "rows": Ring(("q", "do", "lse", "delta"), s.stages),
             "visits": WordRing(words=2),
         }
         producer, consumer = TMA_BUDGETS[s.consumers]
@@ -143,17 +141,15 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         s, (d, dv) = self.schedule, self.dims
         places = 1 + int(self.ever_full)
         products: dict[str, int] = {}
-        for rows, cols, inner, beside in (
-            (s.tile_n, s.tile_m, d, 1),
-            (s.tile_n, s.tile_m, dv, 1),
-            (s.tile_n, dv, s.tile_m, 1),
-            (s.tile_n, d, s.tile_m, 1),
-            (s.tile_m, d, s.tile_n, s.beside),
+        for times, rows, cols, inner, beside in (
+            (s.parts, s.tile_n, s.part, d, 1),
+            (s.parts, s.tile_n, s.part, dv, 1),
+            (s.parts, s.tile_n, dv, s.part, 1),
+            (s.parts, s.tile_n, d, s.part, 1),
+            (1, s.tile_m, d, s.tile_n, s.beside),
         ):
-            name, count = wgmma.instructions(
-                rows, cols // beside, inner, s.consumers // beside
-            )
-            products[name] = products.get(name, 0) + places * count
+            name, count = wgmma.instructions(rows, cols // beside, inner, s.consumers // beside)
+            products[name] = products.get(name, 0) + places * times * count
         scores = s.tile_m * s.tile_n // (s.consumers * wgmma.WARPGROUP)
         why = f"five products, in {places} places"
         return (
@@ -255,7 +251,7 @@ class BackwardSm90(MainLoop, WarpSpecialized):
     @cute.jit
     def produce(self, io, smem, ports, w):
         """K and V, then the rows of each tile of queries that sees them, of head after head."""
-        ring_q, ring_do, visits = ports.q, ports.do, ports.visits
+        ring, visits = ports.rows, ports.visits
         load_k = self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0, prefetch=False)
         load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0, prefetch=False)
         slot_kv = ports.kv.acquire_and_advance()
@@ -271,26 +267,20 @@ class BackwardSm90(MainLoop, WarpSpecialized):
                         m_block = base + cute.arch.popc((found & -found) - 1)
                         found = found & (found - 1)
                         visits = put(visits, smem.visits, 2 * m_block + 1 - kind, head)
-                        ring_q = self.rows(
-                            io.q, io.lse_log2, ("q", "lse"), smem, ring_q, m_block, head, w
-                        )
-                        ring_do = self.rows(
-                            io.do, io.delta, ("do", "delta"), smem, ring_do, m_block, head, w
-                        )
+                        slot = ring.acquire_and_advance()
+                        self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
+                        self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
+                        slot.commit()
         put(visits, smem.visits, Int32(END), Int32(0))
 
-    @cute.jit
-    def rows(self, source, numbers, names: cutlass.Constexpr, smem, ring, m_block, head, w):
-        """A tile of queries and its rows' numbers into a slot; returns the ring's end."""
+    def rows(self, source, numbers, names, smem, slot, m_block, head, w) -> None:
+        """A tile of queries and its rows' numbers into a slot."""
         tile, row = names
         of_tile = head_of(source, head, w.batch)
         load = self.load(tile, of_tile, getattr(smem, tile), col=0, prefetch=False)
-        slot = ring.acquire_and_advance()
         load(m_block, slot)
         mine = cute.local_tile(numbers[None, head, w.batch], (self.schedule.tile_m,), (m_block,))
         self.tiles[row].load(mine, getattr(smem, row)[None, slot.index], slot.barrier)
-        slot.commit()
-        return ring
 
     @cute.jit
     def add(self, io, smem, w):
@@ -327,19 +317,19 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         f = Fragments(s, self.dtype, self.dims, smem, thread)
         f.acc_dk.fill(0.0)
         f.acc_dv.fill(0.0)
-        ring_q, ring_do, visits = ports.q, ports.do, ports.visits
+        ring, visits = ports.rows, ports.visits
         ports.kv.wait_and_advance()
         place = Int32(0)
         visits, word, head = take(visits, smem.visits)
         while word != END and word % 2 == 1:
-            ring_q, ring_do, place = self.step(
-                io, smem, f, w, ring_q, ring_do, word, head, place, thread, True
+            ring, place = self.step(
+                io, smem, f, w, ring, word, head, place, thread, True
             )
             visits, word, head = take(visits, smem.visits)
         if cutlass.const_expr(self.ever_full):
             while word != END:
-                ring_q, ring_do, place = self.step(
-                    io, smem, f, w, ring_q, ring_do, word, head, place, thread, False
+                ring, place = self.step(
+                    io, smem, f, w, ring, word, head, place, thread, False
                 )
                 visits, word, head = take(visits, smem.visits)
         if cutlass.const_expr(s.add == "tma"):

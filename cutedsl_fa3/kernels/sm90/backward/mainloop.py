@@ -29,34 +29,40 @@ class MainLoop:
     """
 
     @cute.jit
-    def step(self, io, smem, f, w, ring_q, ring_do, word, head, place, thread,
+    def step(self, io, smem, f, w, ring, word, head, place, thread,
              masked: cutlass.Constexpr):  # fmt: skip
-        """One tile of queries; returns the rings' ends and the next place of dS."""
+        """One tile of queries; returns the ring's end and the next place of dS."""
         s = self.schedule
         m_block = word // 2
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-        slot_q = ring_q.wait_and_advance()
-        acc_s = f.multiply_scores(f.k, f.q, slot_q)
-        slot_do = ring_do.wait_and_advance()
-        acc_dp = f.multiply_scores(f.v, f.do, slot_do)
-        warpgroup.wait_group(1)
+        slot = ring.wait_and_advance()
+        products = []
+        for part in cutlass.range_constexpr(s.parts):
+            acc_s = f.multiply_scores(f.k, f.q[part], slot)
+            acc_dp = f.multiply_scores(f.v, f.do[part], slot)
+            products.append((acc_s, acc_dp))
         weigher = Weigher(self.elements(io, head, w.batch), self.plan.variant)
-        at = (f.places, (m_block * s.tile_m, w.n_block * s.tile_n))
-        weigher.weigh(acc_s, f.p16, *at, smem.lse, slot_q.index, masked)
-        warpgroup.wait_group(0)
-        weigher.differ(acc_s, acc_dp, *at, smem.delta, slot_do.index, masked)
-        f.multiply_dv(slot_do)
-        rounded(acc_dp, f.ds16)
+        corner = (m_block * s.tile_m, w.n_block * s.tile_n)
         if cutlass.const_expr(s.places == 1):
             self.barriers["ds"].arrive_and_wait()
-        wgmma.to_smem(f.ds16, smem.ds[None, None, place], f.scores, thread)
+        for part in cutlass.range_constexpr(s.parts):
+            acc_s, acc_dp = products[part]
+            later = 2 * (s.parts - 1 - part) + part  # products of later parts, dV of earlier ones
+            warpgroup.wait_group(later + 1)
+            at = (f.places[part], corner)
+            weigher.weigh(acc_s, f.p16[part], *at, smem.lse, slot.index, masked)
+            warpgroup.wait_group(later)
+            weigher.differ(acc_s, acc_dp, *at, smem.delta, slot.index, masked)
+            f.multiply_dv(slot, part)
+            rounded(acc_dp, f.ds16[part])
+            ds = cute.local_tile(smem.ds[None, None, place], (s.tile_n, s.part), (0, part))
+            wgmma.to_smem(f.ds16[part], ds, f.scores, thread)
         cute.arch.fence_view_async_shared()
         self.barriers["ds"].arrive_and_wait()
         acc_dq = f.multiply_dq(place)
-        warpgroup.wait_group(1)
-        slot_do.release()
-        f.multiply_dk(slot_q)
-        warpgroup.wait_group(1)
+        for part in cutlass.range_constexpr(s.parts):
+            f.multiply_dk(slot, part)
+        warpgroup.wait_group(s.parts)
         if cutlass.const_expr(s.add == "direct"):
             strip = self.first_strip(io, head, w.batch) + m_block * s.consumers + group
             add(acc_dq, io.sums[1], strip, thread % wgmma.WARPGROUP)
@@ -67,5 +73,5 @@ class MainLoop:
             cute.arch.fence_view_async_shared()
             self.barriers["full", group].arrive_unaligned()
         warpgroup.wait_group(0)
-        slot_q.release()
-        return ring_q, ring_do, place ^ (s.places - 1)
+        slot.release()
+        return ring, place ^ (s.places - 1)

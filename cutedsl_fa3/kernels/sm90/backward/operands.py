@@ -184,8 +184,8 @@ class Fragments:
         thread: Int32,
     ) -> None:
         d, dv = dims
-        self.tile_m, self.tile_n, self.dims = s.tile_m, s.tile_n, dims
-        self.scores = wgmma.tiled_mma(dtype, s.tile_m, s.consumers)
+        self.schedule, self.dims = s, dims
+        self.scores = wgmma.tiled_mma(dtype, s.part, s.consumers)
         self.dv = wgmma.tiled_mma(dtype, dv, s.consumers, a_from="registers", b_major="n")
         self.dk = wgmma.tiled_mma(dtype, d, s.consumers, a_from="registers", b_major="n")
         self.dq = dq_mma(s, dtype, d)
@@ -194,48 +194,60 @@ class Fragments:
         )
         self.k = self.scores.make_fragment_A(of_scores.partition_A(smem.k))
         self.v = self.scores.make_fragment_A(of_scores.partition_A(smem.v))
-        self.q = self.scores.make_fragment_B(of_scores.partition_B(smem.q))
-        self.do = self.scores.make_fragment_B(of_scores.partition_B(smem.do))
-        self.do_t = self.dv.make_fragment_B(of_dv.partition_B(transposed(smem.do)))
-        self.q_t = self.dk.make_fragment_B(of_dk.partition_B(transposed(smem.q)))
+        q, do = self.in_parts(smem.q), self.in_parts(smem.do)
+        self.q, self.do = (
+            [self.scores.make_fragment_B(of_scores.partition_B(t)) for t in parts]
+            for parts in (q, do)
+        )
+        self.do_t = [self.dv.make_fragment_B(of_dv.partition_B(transposed(t))) for t in do]
+        self.q_t = [self.dk.make_fragment_B(of_dk.partition_B(transposed(t))) for t in q]
         self.ds = self.dq.make_fragment_A(of_dq.partition_A(transposed(smem.ds)))
         self.k_t = self.dq.make_fragment_B(of_dq.partition_B(transposed(smem.k)))
         self.acc_dk = wgmma.accumulator(self.dk, s.tile_n, d)
         self.acc_dv = wgmma.accumulator(self.dv, s.tile_n, dv)
-        held = self.scores.partition_shape_C((s.tile_n, s.tile_m))
-        self.p16 = cute.make_rmem_tensor(held, dtype)
-        self.ds16 = cute.make_rmem_tensor(held, dtype)
-        keys_first = wgmma.places(self.scores, s.tile_n, s.tile_m, thread)
-        self.places = Places(
-            keys_first.col, keys_first.row, keys_first.col_offsets, keys_first.row_offsets
+        held = self.scores.partition_shape_C((s.tile_n, s.part))
+        self.p16, self.ds16 = (
+            [cute.make_rmem_tensor(held, dtype) for _ in range(s.parts)] for _ in range(2)
         )
+        at = wgmma.places(self.scores, s.tile_n, s.part, thread)
+        self.places = [
+            Places(at.col + n * s.part, at.row, at.col_offsets, at.row_offsets)
+            for n in range(s.parts)
+        ]
         self.dk_places = wgmma.places(self.dk, s.tile_n, d, thread)
         self.dv_places = wgmma.places(self.dv, s.tile_n, dv, thread)
 
+    def in_parts(self, tile: cute.Tensor) -> list[cute.Tensor]:
+        """The rows of each part of (rows, cols, stages)."""
+        s = self.schedule
+        _, cols, stages = tile.shape
+        shape = (s.part, cute.size(cols), cute.size(stages))
+        return [cute.local_tile(tile, shape, (n, 0, 0)) for n in range(s.parts)]
+
     def multiply_scores(self, a: cute.Tensor, b: cute.Tensor, slot) -> cute.Tensor:
-        """Issue S^T = K Q^T or dP^T = V dO^T into fresh registers."""
+        """Issue S^T = K Q^T or dP^T = V dO^T of a part into fresh registers."""
         warpgroup.fence()
-        acc = wgmma.accumulator(self.scores, self.tile_n, self.tile_m)
+        acc = wgmma.accumulator(self.scores, self.schedule.tile_n, self.schedule.part)
         at = b[None, None, None, slot.index]
         wgmma.issue(self.scores, acc, a[None, None, None, 0], at, accumulate=False)
         return acc
 
-    def multiply_dv(self, slot) -> None:
-        """Issue dV += P^T dO."""
+    def multiply_dv(self, slot, part: int) -> None:
+        """Issue dV += P^T dO of a part."""
         warpgroup.fence()
-        p, do = wgmma.as_operand(self.p16), self.do_t[None, None, None, slot.index]
+        p, do = wgmma.as_operand(self.p16[part]), self.do_t[part][None, None, None, slot.index]
         wgmma.issue(self.dv, self.acc_dv, p, do, accumulate=True)
 
-    def multiply_dk(self, slot) -> None:
-        """Issue dK += dS^T Q."""
+    def multiply_dk(self, slot, part: int) -> None:
+        """Issue dK += dS^T Q of a part."""
         warpgroup.fence()
-        ds, q = wgmma.as_operand(self.ds16), self.q_t[None, None, None, slot.index]
+        ds, q = wgmma.as_operand(self.ds16[part]), self.q_t[part][None, None, None, slot.index]
         wgmma.issue(self.dk, self.acc_dk, ds, q, accumulate=True)
 
     def multiply_dq(self, place: Int32) -> cute.Tensor:
         """Issue dQ = dS K of this tile of keys into fresh registers."""
         warpgroup.fence()
-        acc = wgmma.accumulator(self.dq, self.tile_m, self.dims[0])
+        acc = wgmma.accumulator(self.dq, self.schedule.tile_m, self.dims[0])
         ds, k = self.ds[None, None, None, place], self.k_t[None, None, None, 0]
         wgmma.issue(self.dq, acc, ds, k, accumulate=False)
         return acc

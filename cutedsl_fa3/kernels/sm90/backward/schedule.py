@@ -23,7 +23,9 @@ class BackwardSchedule:
 
     `tile_n` keys belong to a CTA, which walks along tiles of `tile_m` queries; each of `consumers`
     warpgroups has 64 of the keys. `stages`: slots of Q and of dO; `places`: of dS, which all
-    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `add`: dQ joins its sums
+    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `parts`: the queries of a
+    tile are worked on in so many, so that the products of the second run under the weights of the
+    first, and P and dS of one take the registers of S and dP of the other. `add`: dQ joins its sums
     by "tma" from shared memory, or "direct" from registers, four at once. `head_group`: heads whose
     tiles are interleaved so that they stay in L2.
 
@@ -35,6 +37,7 @@ class BackwardSchedule:
     tile_n: int = 128
     stages: int = 2
     places: int = 2
+    parts: int = 1
     consumers: int = 2
     add: Add = "tma"
     head_group: int = 8
@@ -44,7 +47,7 @@ class BackwardSchedule:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
-        for field in ("tile_m", "tile_n", "stages", "places", "consumers", "head_group"):
+        for field in ("tile_m", "tile_n", "stages", "places", "parts", "consumers", "head_group"):
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
         rows = wgmma.ROWS * self.consumers
@@ -56,8 +59,14 @@ class BackwardSchedule:
         )
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.places in (1, 2), "places", "1 or 2")
+        need(self.parts in (1, self.tile_m // wgmma.ROWS), "parts", "1, or one for 64 queries")
         need(self.add in get_args(Add), "add", f"one of {', '.join(get_args(Add))}")
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
+
+    @property
+    def part(self) -> int:
+        """Queries of a part."""
+        return self.tile_m // self.parts
 
     @property
     def beside(self) -> int:
@@ -66,7 +75,7 @@ class BackwardSchedule:
 
     def __str__(self) -> str:
         return (
-            f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.places} places of "
+            f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, {self.places} places of "
             f"dS, {self.consumers} consumer warpgroups, dQ added {self.add}"
         )
 
@@ -74,7 +83,7 @@ class BackwardSchedule:
 # By the head sizes of the tiles. Origin: the most queries whose accumulators and operands leave no
 # spills, and whose tiles fit into shared memory.
 TABLE = {
-    (64, 64): BackwardSchedule(tile_m=128),
+    (64, 64): BackwardSchedule(tile_m=128, parts=2),
     (128, 128): BackwardSchedule(tile_m=64),
 }
 
