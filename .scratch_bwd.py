@@ -38,12 +38,35 @@ C = {
     "direct128": ("bf16", 128, 2, 333, 517, 2, 2, "causal", "direct"),
     "direct64": ("bf16", 64, 2, 333, 517, 2, 2, "causal", "direct"),
     "m64_d64": ("bf16", 64, 2, 333, 517, 2, 2, "causal", "m64"),
+    "alibi128": ("bf16", 128, 2, 300, 400, 4, 2, "alibi", ""),
+    "softcap128": ("bf16", 128, 2, 300, 300, 2, 2, "softcap", ""),
+    "sigmoid128": ("bf16", 128, 2, 300, 300, 2, 2, "sigmoid", ""),
+    "bias128": ("bf16", 128, 1, 130, 140, 2, 2, "bias", ""),
+    "alibi64": ("bf16", 64, 2, 300, 400, 4, 2, "alibi", ""),
+    "softcap64": ("bf16", 64, 2, 300, 300, 2, 2, "softcap", ""),
+    "sigmoid64": ("bf16", 64, 2, 300, 300, 2, 2, "sigmoid", ""),
     "nothing128": ("bf16", 128, 1, 400, 400, 2, 2, "nothing", ""),
 }
 DT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+SCORES = {}
 def variant(name, sq, sk):
+    torch.manual_seed(1)
+    if name == "alibi":
+        t = torch.rand(16, device="cuda")
+        SCORES["f"] = lambda s, b, h, q, k: s + t[h] * (k - q)
+        return Variant(score=SCORES["f"], mask=masks.causal)
+    if name == "softcap":
+        SCORES["f"] = lambda s, b, h, q, k: 5.0 * torch.tanh(s / 5.0)
+        return Variant(score=SCORES["f"], mask=masks.causal)
+    if name == "bias":
+        t = torch.randn(2, 256, 256, device="cuda")
+        SCORES["f"] = lambda s, b, h, q, k: s * 0.5 + t[h, q, k]
+        return Variant(score=SCORES["f"])
+    if name == "sigmoid":
+        SCORES["w"] = lambda s: torch.sigmoid(s - 2.0)
+        return Variant(mask=masks.causal, softmax=fa3.Elementwise(SCORES["w"]))
     if name is None:
         return Variant()
     if name == "causal":
@@ -71,6 +94,13 @@ def reference(q, k, v, do, seen, scale, dtype, dlse=None):
     g = q.shape[2] // k.shape[2]
     kk, vv = (t.repeat_interleave(g, 2) for t in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, kk) * scale
+    if "f" in SCORES:
+        ix = [torch.arange(n, device="cuda").view(*[-1 if i == j else 1 for j in range(4)]) for i, n in enumerate(s.shape)]
+        s = SCORES["f"](s, *ix).to(dtype)
+    if "w" in SCORES:
+        p = SCORES["w"](s).masked_fill(~seen, 0.0)
+        o = torch.einsum("bhqk,bkhd->bqhd", p, vv)
+        return torch.autograd.grad((o * do.to(dtype)).sum(), (q, k, v))
     s = s.masked_fill(~seen, -math.inf)
     none = ~seen.any(-1)
     p = torch.softmax(s, -1).masked_fill(none[:, None], 0.0) if dtype == torch.float64 else \
@@ -107,11 +137,11 @@ def sched(var, d, **kw):
 def one(name):
     q, k, v, do, var, scale, dlse = make(name)
     global backward
-    kw = {"direct": dict(add="direct"), "m64": dict(tile_m=64)}.get(C[name][8])
+    kw = {"direct": dict(add="direct"), "m64": dict(tile_m=64, parts=1)}.get(C[name][8])
     if kw:
         plain = backward
         backward = lambda *a, **b: plain(*a, **b, schedule=sched(var, q.shape[3], **kw))
-    out, lse = fa3.attention_with_lse(q, k, v, var)
+    out, lse = fa3.attention_with_lse(q, k, v, var) if var.has_lse else (fa3.attention(q, k, v, var), None)
     start = time.time()
     got = backward(q, k, v, out, lse, do, var, scale, dlse=dlse)
     torch.cuda.synchronize()
@@ -163,8 +193,30 @@ def tile(name):
                 print("   want", w[0, [0, 1, 8, 16, 32], 0, :8].float().tolist())
 
 
+def window(run, ms=8.0):
+    """Median time of a run among several back to back, without what the host costs."""
+    for _ in range(3): run()
+    torch.cuda.synchronize()
+    a, e = torch.cuda.Event(True), torch.cuda.Event(True)
+    a.record(); run(); run(); e.record(); e.synchronize()
+    n = max(3, int(ms / max(a.elapsed_time(e) / 2, 1e-3)))
+    ts = []
+    for _ in range(5):
+        time.sleep(0.03)
+        a.record()
+        for _ in range(n): run()
+        e.record(); e.synchronize(); ts.append(a.elapsed_time(e) / n)
+    return sorted(ts)[2]
+
+
 def timing():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
+    try:
+        from flash_attn.cute.interface import _flash_attn_bwd as fa4
+        print("FA4 found")
+    except Exception as error:
+        fa4 = None
     for d in (64, 128):
         for causal in (False, True):
             s, h = 4096, 2048 // d
@@ -174,46 +226,32 @@ def timing():
             var = Variant(mask=masks.causal) if causal else Variant()
             out, lse = fa3.attention_with_lse(q, k, v, var)
             flop = 2.5 * 4 * b * h * s * s * d / (2 if causal else 1)
-            times = {}
-            for label, kw in (("tma", {}), ("direct", dict(add="direct")), ("m64", dict(tile_m=64)), ("m64 direct", dict(tile_m=64, add="direct")), ("places 1", dict(places=1, add="direct")), ("stages 3", dict(stages=3, add="direct"))):
-                try:
-                    if "tile_m" in kw and d == 128:
-                        continue
-                    sc = sched(var, d, **kw)
-                    run = lambda: backward(q, k, v, out, lse, do, var, schedule=sc)
-                    for _ in range(3): run()
-                    torch.cuda.synchronize()
-                    ts = []
-                    for _ in range(15):
-                        a, e = torch.cuda.Event(True), torch.cuda.Event(True)
-                        a.record(); run(); e.record(); e.synchronize(); ts.append(a.elapsed_time(e))
-                    times[label] = sorted(ts)[7]
-                except Exception as error:
-                    print("  ", label, str(error)[:200])
-            print("   ", {l: f"{x:.3f} ms {flop / x / 1e9:.0f} TFLOP/s" for l, x in times.items()})
-            t = times["tma"]
-            # cuDNN beside it
             qq, kk, vv = (x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v))
-            peer = float("nan")
-            try:
-                from torch.nn.attention import SDPBackend, sdpa_kernel
-                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                    o = sdpa(qq, kk, vv, is_causal=causal)
-                    g = do.transpose(1, 2)
-                    for _ in range(3): torch.autograd.grad(o, (qq, kk, vv), g, retain_graph=True)
-                    ps = []
-                    for _ in range(15):
-                        a, e = torch.cuda.Event(True), torch.cuda.Event(True)
-                        a.record(); torch.autograd.grad(o, (qq, kk, vv), g, retain_graph=True); e.record(); e.synchronize(); ps.append(a.elapsed_time(e))
-                    peer = sorted(ps)[7]
-            except Exception as error:
-                print("  cuDNN:", error)
-            print(f"d{d} {'causal' if causal else 'full  '} S={s}: {t:.3f} ms {flop / t / 1e9:.0f} TFLOP/s; cuDNN {peer:.3f} ms {flop / peer / 1e9:.0f}", flush=True)
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                o = sdpa(qq, kk, vv, is_causal=causal)
+                g = do.transpose(1, 2)
+                peer = window(lambda: torch.autograd.grad(o, (qq, kk, vv), g, retain_graph=True))
+            row = {"cuDNN": peer}
+            if fa4 is not None:
+                try:
+                    row["FA4"] = window(lambda: fa4(q, k, v, out, do, lse, causal=causal))
+                except Exception as error:
+                    print("  FA4:", str(error)[:200])
+            labels = {"tma": dict(add="tma"), "direct": dict(add="direct"), "direct places 1": dict(places=1, add="direct"), "direct stages 3": dict(stages=3, add="direct"), "head_group 4": dict(head_group=4), "head_group 16": dict(head_group=16)}
+            if d == 64:
+                labels |= {"m64": dict(tile_m=64, parts=1, add="direct"), "m128 1 part": dict(parts=1)}
+            for label, kw in labels.items():
+                try:
+                    sc = sched(var, d, **kw)
+                    row[label] = window(lambda: backward(q, k, v, out, lse, do, var, schedule=sc))
+                except Exception as error:
+                    print("  ", label, str(error)[:300])
+            print(f"d{d} {'causal' if causal else 'full'} S={s}: " + "; ".join(f"{l} {x:.3f} ms {flop / x / 1e9:.0f}" for l, x in row.items()), flush=True)
     if "profile" in sys.argv:
         from torch.profiler import ProfilerActivity, profile
         with profile(activities=[ProfilerActivity.CUDA]) as prof:
-            run(); torch.cuda.synchronize()
-        print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=8))
+            backward(q, k, v, out, lse, do, var); torch.cuda.synchronize()
+        print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=5)[:2500])
 
 
 def main():
@@ -228,7 +266,7 @@ def main():
         except subprocess.TimeoutExpired:
             print(f"FAIL {name}: HANGS", flush=True)
     try:
-        r = subprocess.run([sys.executable, __file__, "time", "profile"], timeout=180, capture_output=True, text=True)
+        r = subprocess.run([sys.executable, __file__, "time", "profile"], timeout=400, capture_output=True, text=True)
         print(r.stdout, r.stderr[-1500:], flush=True)
     except subprocess.TimeoutExpired:
         print("timing HANGS")

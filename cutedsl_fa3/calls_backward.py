@@ -27,7 +27,7 @@ def backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     dout: torch.Tensor,
     variant: Variant,
     scale: float | None = None,
@@ -43,6 +43,11 @@ def backward(
     """
     check_tensors(q, k, v, variant)
     _check_results(q, v, out, lse, dout, dlse)
+    if (lse is not None) != variant.has_lse or (dlse is not None and lse is None):
+        given = "None" if lse is None else "a tensor"
+        raise Unsupported(
+            f"lse is {given}: it is needed where the softmax has one, which Elementwise has not"
+        )
     scale = checked_scale(scale, q.shape[3])
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
@@ -60,8 +65,8 @@ def backward(
     q, k, v, out, dout = (_readable(t.detach()) for t in (q, k, v, out, dout))
     with torch.cuda.device(q.device):
         launch(
-            q, k, v, out, lse.detach(), dout, None if dlse is None else dlse.detach(), dq, dk, dv,
-            captures, table, rows[0], rows[1], sums, scale,
+            q, k, v, out, _detached(lse), dout, _detached(dlse), dq, dk, dv, captures,
+            table, rows[0], rows[1], sums, scale,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -70,7 +75,7 @@ def _check_results(
     q: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> None:
@@ -89,6 +94,10 @@ def _check_results(
                 f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}: {dtype} {tuple(needed)} on "
                 f"{q.device} is needed"
             )
+
+
+def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.detach()
 
 
 def _readable(t: torch.Tensor) -> torch.Tensor:

@@ -167,8 +167,8 @@ class BackwardSm90(MainLoop, WarpSpecialized):
              scale, stream):  # fmt: skip
         """Launch what prepares the rows, a CTA for each tile of keys, and what finishes dQ."""
         q, k, v, o, do, dq, dk, dv = (heads_last(t) for t in (q, k, v, o, do, dq, dk, dv))
-        lse, lse_log2, delta = (rows_first(t) for t in (lse, lse_log2, delta))
-        dlse = None if dlse is None else rows_first(dlse)
+        lse_log2, delta = rows_first(lse_log2), rows_first(delta)
+        lse, dlse = (None if t is None else rows_first(t) for t in (lse, dlse))
         if cutlass.const_expr(self.summarise is not None):
             self.summarise.launch(captures, table, q.shape[0], k.shape[0], stream)
         self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, stream)

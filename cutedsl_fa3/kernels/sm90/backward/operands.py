@@ -82,7 +82,7 @@ def fake_args(plan: BackwardPlan, captures: tuple[cute.Tensor, ...] | None) -> t
         tensor(seqlen_k, kv_heads, d),
         tensor(seqlen_k, kv_heads, dv),
         tensor(seqlen_q, heads, dv),
-        of_rows(),
+        of_rows() if plan.variant.has_lse else None,
         tensor(seqlen_q, heads, dv),
         of_rows() if plan.has_dlse else None,
         tensor(*queries),

@@ -70,7 +70,9 @@ class Prepare:
                 distance = distance // 2
             if chunk == 0:
                 found = Float32(Float32.inf)
-                if inside:
+                if cutlass.const_expr(lse is None):  # weights: dS = f' * dP
+                    total = Float32(0.0)
+                elif inside:
                     natural = Float32(lse[row, head, batch])
                     empty = natural == -Float32.inf
                     found = select(empty, Float32(Float32.inf), natural * LOG2_E)

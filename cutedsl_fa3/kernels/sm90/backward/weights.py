@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cutedsl_fa3.kernels.sm90.elements import Elements
 from cutedsl_fa3.layouts import wgmma
-from cutedsl_fa3.variant import Variant
+from cutedsl_fa3.variant import Ref, Variant
 from cutedsl_fa3.variant.derive import number, of_element
 from cutedsl_fa3.variant.device import Element, Lowering
 from cutedsl_fa3.variant.lower import exp2, select
@@ -48,7 +48,17 @@ class Weigher:
         if self.constant is None:
             self.factor = graph.output
             uniform = elements.uniform
-            self.value_and_factor = Lowering(derived.value, elements.captures, uniform)
+            exponent = not self.is_weight
+            lowering = Lowering(derived.value, elements.captures, uniform, exponent=exponent)
+            self.value_and_factor = lowering
+            # Where cap * tanh(x) is known, tanh(x) need not be computed for the derivative.
+            nodes = derived.value.nodes
+            self.tanhs = {
+                a.id: (number, cap.cap)
+                for number, cap in lowering.capped.items()
+                for a in nodes[number].args
+                if isinstance(a, Ref) and nodes[a.id].op == "tanh"
+            }
 
     @property
     def changes(self) -> bool:
@@ -84,11 +94,11 @@ class Weigher:
             for x, (at, r, c) in zip(raw, there, strict=True)
         ]
         found = self.value_and_factor.together(scored, memo[0])
-        factors = [
-            Element(self.value_and_factor, at, r, c, memo[0], False).value(self.factor)
-            for at, r, c in scored
-        ]
-        return found, factors
+        elements = [Element(self.value_and_factor, *one, memo[0], False) for one in scored]
+        for element in elements:
+            for number, (product, cap) in self.tanhs.items():
+                memo[0][element.key(number)] = element.value(product) * (1.0 / cap)
+        return found, [element.value(self.factor) for element in elements]
 
     def weigh(
         self,
