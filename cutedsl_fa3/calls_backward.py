@@ -33,12 +33,14 @@ def backward(
     scale: float | None = None,
     *,
     dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
     schedule: BackwardSchedule | None = None,
 ) -> Gradients:
     """dq, dk, dv of an attention whose result was `out` and `lse`.
 
     Shape: as in the forward; dout as out, dlse as lse (batch, heads, seqlen_q). dout may have any
-    strides; where a kernel cannot read it, it is copied.
+    strides; where a kernel cannot read it, it is copied. `deterministic`: equal inputs give equal
+    bits; otherwise dq is a sum in the order in which its parts come.
     Raises: Unsupported, ScheduleError, LayoutError.
     """
     check_tensors(q, k, v, variant)
@@ -52,7 +54,8 @@ def backward(
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    launch, plan = _launcher(variant, q.dtype, q.shape[3], v.shape[3], schedule, dlse is not None)
+    kind = (q.dtype, q.shape[3], v.shape[3])
+    launch, plan = _launcher(variant, *kind, schedule, dlse is not None, deterministic)
     s = plan.schedule
     batch, seqlen_q, heads, _ = q.shape
     tiles = -(-seqlen_q // s.tile_m)
@@ -61,12 +64,15 @@ def backward(
     sums = torch.empty(words // 32, 32, dtype=torch.float32, device=q.device)
     shape = plan.table_shape(batch, heads, seqlen_q, k.shape[1])
     table = None if shape is None else torch.empty(shape, dtype=torch.int32, device=q.device)
+    turns = None
+    if deterministic:
+        turns = torch.empty(batch, heads, tiles, dtype=torch.int32, device=q.device).permute(2, 1, 0)
     captures = tuple(launchable(t.detach()) for t in variant.captures) or None
     q, k, v, out, dout = (_readable(t.detach()) for t in (q, k, v, out, dout))
     with torch.cuda.device(q.device):
         launch(
             q, k, v, out, _detached(lse), dout, _detached(dlse), dq, dk, dv, captures,
-            table, rows[0], rows[1], sums, scale,
+            table, rows[0], rows[1], sums, turns, scale,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -125,16 +131,17 @@ def _launcher(
     head_dim_v: int,
     schedule: BackwardSchedule | None,
     has_dlse: bool,
+    deterministic: bool,
 ) -> tuple[Callable[..., None], BackwardPlan]:
     """The loaded kernels of a plan and their plan, made anew around the variant."""
     types = tuple(t.dtype for t in variant.captures)
-    key = (dtype, head_dim, head_dim_v, schedule, has_dlse, types, dense(variant))
+    key = (dtype, head_dim, head_dim_v, schedule, has_dlse, deterministic, types, dense(variant))
     known = _launchers.setdefault(variant, {})
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
     if schedule is None:
-        plan = BackwardPlan.default(variant, problem, has_dlse=has_dlse)
+        plan = BackwardPlan.default(variant, problem, has_dlse=has_dlse, deterministic=deterministic)
     else:
-        plan = BackwardPlan(variant, problem, schedule, has_dlse)
+        plan = BackwardPlan(variant, problem, schedule, has_dlse, deterministic)
     if key not in known:
         plan.check()
         known[key] = (cache.get(plan.kernel).launch,)

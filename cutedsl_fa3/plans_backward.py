@@ -21,23 +21,33 @@ if TYPE_CHECKING:
 class BackwardPlan:
     """What a backward's kernels will do, before anything is compiled.
 
-    `has_dlse`: whether a gradient of LSE is given besides that of O.
+    `has_dlse`: whether a gradient of LSE is given besides that of O. `deterministic`: dQ is summed
+    in a fixed order, one tile of keys after the other.
     """
 
     variant: Variant
     problem: Problem
     schedule: BackwardSchedule
     has_dlse: bool = False
+    deterministic: bool = False
 
     @classmethod
-    def default(cls, variant: Variant, problem: Problem, *, has_dlse: bool = False) -> BackwardPlan:
+    def default(
+        cls,
+        variant: Variant,
+        problem: Problem,
+        *,
+        has_dlse: bool = False,
+        deterministic: bool = False,
+    ) -> BackwardPlan:
         """The plan with the schedule of the table.
 
         Raises: ScheduleError.
         """
         from .kernels.sm90.backward.schedule import default_schedule
 
-        return cls(variant, problem, default_schedule(variant, problem), has_dlse)
+        schedule = default_schedule(variant, problem)
+        return cls(variant, problem, schedule, has_dlse, deterministic)
 
     @cached_property
     def by_tile(self) -> bool:
@@ -69,5 +79,6 @@ class BackwardPlan:
         lines = ["backward", str(self.problem), repr(self.schedule), self.variant.text]
         rows = dense(self.variant)
         lines += [f"dense rows: {', '.join(f't{n}' for n in sorted(rows))}"] if rows else []
+        lines += ["deterministic"] if self.deterministic else []
         lines += ["with a gradient of LSE"] if self.has_dlse else []
         return "\n".join(lines)

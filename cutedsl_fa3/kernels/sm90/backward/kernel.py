@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cutedsl_fa3.kernels.sm90.elements import Elements
@@ -60,7 +60,7 @@ from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
 from .schedule import BackwardSchedule
 from .sums import strip, whole
-from .weights import changes_products
+from .visiting import Visiting, end_turn, first_of, wait_for_turn
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
@@ -77,7 +77,7 @@ class Work:
     batch: Int32
 
 
-class BackwardSm90(MainLoop, WarpSpecialized):
+class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     """Tables and roles of the backward for one plan."""
 
     arch = "sm_90a"
@@ -164,14 +164,17 @@ class BackwardSm90(MainLoop, WarpSpecialized):
 
     @cute.jit
     def host(self, q, k, v, o, lse, do, dlse, dq, dk, dv, captures, table, lse_log2, delta, sums,
-             scale, stream):  # fmt: skip
+             turns, scale, stream):  # fmt: skip
         """Launch what prepares the rows, a CTA for each tile of keys, and what finishes dQ."""
         q, k, v, o, do, dq, dk, dv = (heads_last(t) for t in (q, k, v, o, do, dq, dk, dv))
         lse_log2, delta = rows_first(lse_log2), rows_first(delta)
         lse, dlse = (None if t is None else rows_first(t) for t in (lse, dlse))
         if cutlass.const_expr(self.summarise is not None):
             self.summarise.launch(captures, table, q.shape[0], k.shape[0], stream)
-        self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, stream)
+        self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, turns, stream)
+        if cutlass.const_expr(turns is not None):  # a mode of one element, for a pointer to it
+            ordered = cute.make_ordered_layout((1, *turns.shape), order=(0, 1, 2, 3))
+            turns = cute.make_tensor(turns.iterator, ordered)
         io = Io(
             tuple(self.tiles["q"].load_atom(q)),
             tuple(self.tiles["k"].load_atom(k)),
@@ -184,6 +187,7 @@ class BackwardSm90(MainLoop, WarpSpecialized):
             dv,
             captures,
             table,
+            turns,
             scale,
         )
         seqlen_k, _, kv_heads, batches = k.shape
@@ -210,30 +214,10 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         """Heads of queries that read one head of K and V."""
         return io.q[1].shape[2] // io.k[1].shape[2]
 
-    def m_blocks(self, io: Io) -> Int32:
-        """Tiles of queries."""
-        return cute.ceil_div(io.q[1].shape[0], self.schedule.tile_m)
-
     def first_strip(self, io: Io, head: Int32, batch: Int32) -> Int32:
         """The first strip of a head's sums of dQ; see sums.py."""
         before = batch * io.q[1].shape[2] + head
         return before * self.m_blocks(io) * self.schedule.consumers
-
-    def seen(self, io: Io, w: Work, head: Int32, base: Int32, kind: Int32) -> Int32:
-        """Which of 32 tiles of queries from `base` on see these keys, as bits.
-
-        `kind` 0: those that need the element mask; 1: the others.
-        """
-        s, mask = self.schedule, self.plan.variant.mask
-        m_block = base + cute.arch.lane_idx()
-        scan = self.elements(io, head, w.batch).scan(m_block, s.tile_m, s.tile_n, io.table)
-        visit, masked = scan.decide(w.n_block)
-        inside = m_block < self.m_blocks(io)
-        masked = Boolean(masked)
-        if changes_products(self.plan.variant):  # rows past the sequence could be NaN
-            masked = masked | ((m_block + 1) * s.tile_m > io.q[1].shape[0])
-        mine = inside & Boolean(visit) & (masked ^ (kind == 1))
-        return cute.arch.vote_ballot_sync(mine)
 
     @cute.jit
     def producer(self, io, smem, ports, thread):
@@ -258,15 +242,16 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         load_k(w.n_block, slot_kv)
         load_v(w.n_block, slot_kv)
         slot_kv.commit()
-        for kind in cutlass.range(2, unroll=1):
+        for phase in cutlass.range(self.phases, unroll=1):
             for member in cutlass.range(self.group(io), unroll=1):
                 head = w.kv_head * self.group(io) + member
                 for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
-                    found = self.seen(io, w, head, base, kind)
+                    found, masked = self.seen(io, w, head, base, phase)
                     while found != 0:
-                        m_block = base + cute.arch.popc((found & -found) - 1)
+                        bit = first_of(found)
+                        m_block = self.m_block(io, base + bit)
                         found = found & (found - 1)
-                        visits = put(visits, smem.visits, 2 * m_block + 1 - kind, head)
+                        visits = put(visits, smem.visits, 2 * m_block + (masked >> bit & 1), head)
                         slot = ring.acquire_and_advance()
                         self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
                         self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
@@ -289,25 +274,39 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         cpasync.prefetch_descriptor(io.sums[0])
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["empty", group].arrive_unaligned()
-        for kind in cutlass.range(2, unroll=1):
+        for phase in cutlass.range(self.phases, unroll=1):
             for member in cutlass.range(self.group(io), unroll=1):
                 head = w.kv_head * self.group(io) + member
                 first = self.first_strip(io, head, w.batch)
                 for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
-                    found = self.seen(io, w, head, base, kind)
+                    found, _ = self.seen(io, w, head, base, phase)
+                    before = self.turns(io, w, head, base) if self.plan.deterministic else None
                     while found != 0:
-                        m_block = base + cute.arch.popc((found & -found) - 1)
+                        bit = first_of(found)
+                        m_block = self.m_block(io, base + bit)
                         found = found & (found - 1)
-                        for group in cutlass.range_constexpr(s.consumers):
-                            self.barriers["full", group].arrive_and_wait()
-                            at = (group, 0)
-                            mine = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), at)
-                            block = first + m_block * s.consumers + group
-                            self.store(self.strip, io.sums, mine, (block, 0), wait=False)
-                        self.stored()
-                        for group in cutlass.range_constexpr(s.consumers):
-                            self.barriers["empty", group].arrive_unaligned()
-        # The last arrivals are met, so that the barriers are as they were found.
+                        turn = None
+                        if cutlass.const_expr(self.plan.deterministic):
+                            mine = cute.arch.shuffle_sync(before, bit)
+                            turn = (mine, io.turns[None, m_block, head, w.batch])
+                        self.add_tile(io, smem, first + m_block * s.consumers, turn)
+
+    @cute.jit
+    def add_tile(self, io, smem, first, turn):
+        """Add the strips from `first` on, in turn if there is one."""
+        s = self.schedule
+        for group in cutlass.range_constexpr(s.consumers):
+            self.barriers["full", group].arrive_and_wait()
+            if cutlass.const_expr(turn is not None and group == 0):
+                wait_for_turn(turn[1], turn[0])
+            strip = (self.strip.rows, self.strip.cols)
+            mine = cute.local_tile(smem.sums, strip, (group, 0))
+            self.store(self.strip, io.sums, mine, (first + group, 0), wait=False)
+        self.stored()
+        for group in cutlass.range_constexpr(s.consumers):
+            self.barriers["empty", group].arrive_unaligned()
+        if cutlass.const_expr(turn is not None):
+            end_turn(turn[1])
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
@@ -321,17 +320,22 @@ class BackwardSm90(MainLoop, WarpSpecialized):
         ports.kv.wait_and_advance()
         place = Int32(0)
         visits, word, head = take(visits, smem.visits)
-        while word != END and word % 2 == 1:
-            ring, place = self.step(
-                io, smem, f, w, ring, word, head, place, thread, True
-            )
-            visits, word, head = take(visits, smem.visits)
-        if cutlass.const_expr(self.ever_full):
+        if cutlass.const_expr(self.plan.deterministic):
             while word != END:
-                ring, place = self.step(
-                    io, smem, f, w, ring, word, head, place, thread, False
-                )
+                at = (word, head, place, thread)
+                if word % 2 == 1:
+                    ring, place = self.step(io, smem, f, w, ring, *at, True)
+                else:
+                    ring, place = self.step(io, smem, f, w, ring, *at, False)
                 visits, word, head = take(visits, smem.visits)
+        else:
+            while word != END and word % 2 == 1:
+                ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, True)
+                visits, word, head = take(visits, smem.visits)
+            if cutlass.const_expr(self.ever_full):
+                while word != END:
+                    ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, False)
+                    visits, word, head = take(visits, smem.visits)
         if cutlass.const_expr(s.add == "tma"):
             group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             self.barriers["empty", group].arrive_and_wait()

@@ -31,7 +31,8 @@ class Io:
     Shape: q, k, v, do as (seqlen, head_dim, heads, batch) with their TMA atoms; dk, dv likewise,
     stored from registers; lse_log2 and delta (rows, heads, batch) fp32 with whole tiles of rows;
     sums as `Fragments.sums` has them, with the atom that adds to them; captures in the variant's
-    order; table as variant/summaries.py has it.
+    order; table as variant/summaries.py has it; turns (1, m_blocks, heads, batch), how many tiles of
+    keys have added to dQ, where the order is fixed.
     Units: scale is natural (raw product -> score), lse_log2 in base 2.
     """
 
@@ -46,6 +47,7 @@ class Io:
     dv: cute.Tensor
     captures: tuple[cute.Tensor, ...] | None
     table: cute.Tensor | None
+    turns: cute.Tensor | None
     scale: Float32
 
 
@@ -76,6 +78,10 @@ def fake_args(plan: BackwardPlan, captures: tuple[cute.Tensor, ...] | None) -> t
         shape = (*(cute.sym_int() for _ in range(3)), shape[3])
         return make_fake_compact_tensor(Int32, shape, stride_order=(3, 2, 1, 0), assumed_align=16)
 
+    def turns() -> cute.Tensor:
+        shape = (cute.sym_int(), heads, batch)  # in the order of memory
+        return make_fake_compact_tensor(Int32, shape, stride_order=(0, 1, 2), assumed_align=4)
+
     queries = (seqlen_q, heads, d)
     return (
         tensor(*queries),
@@ -95,6 +101,7 @@ def fake_args(plan: BackwardPlan, captures: tuple[cute.Tensor, ...] | None) -> t
         make_fake_compact_tensor(
             Float32, (cute.sym_int(), WORDS), stride_order=(1, 0), assumed_align=16
         ),
+        turns() if plan.deterministic else None,
         Float32(1.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
