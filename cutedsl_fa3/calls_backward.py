@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from . import cache
+from .backward import Gradients
 from .errors import Unsupported
 from .inputs import ALIGNED, FARTHEST, NAMES, check_tensors, checked_scale, launchable
 from .kernels.sm90.backward.schedule import BackwardSchedule
 from .plans_backward import BackwardPlan
 from .problem import Problem
 from .variant import Variant
+from .variant.derive import of_element
 from .variant.pairs import dense
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # By variant, which may be freed meanwhile: neither keys nor values refer to it.
 _launchers: weakref.WeakKeyDictionary[Variant, dict[tuple, tuple]] = weakref.WeakKeyDictionary()
@@ -33,13 +33,15 @@ def backward(
     scale: float | None = None,
     *,
     dlse: torch.Tensor | None = None,
+    wanted: Collection[int] = (),
     deterministic: bool = False,
     schedule: BackwardSchedule | None = None,
 ) -> Gradients:
-    """dq, dk, dv of an attention whose result was `out` and `lse`.
+    """Gradients of an attention whose result was `out` and `lse`.
 
     Shape: as in the forward; dout as out, dlse as lse (batch, heads, seqlen_q). dout may have any
-    strides; where a kernel cannot read it, it is copied. `deterministic`: equal inputs give equal
+    strides; where a kernel cannot read it, it is copied. `wanted`: numbers of the captured tensors
+    whose gradients are asked for, which come in fp32. `deterministic`: equal inputs give equal
     bits; otherwise dq is a sum in the order in which its parts come.
     Raises: Unsupported, ScheduleError, LayoutError.
     """
@@ -52,10 +54,20 @@ def backward(
         )
     scale = checked_scale(scale, q.shape[3])
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    captured = {
+        n: torch.zeros(variant.captures[n].shape, dtype=torch.float32, device=q.device)
+        for n in wanted
+    }
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), captured)
+    read = tuple(n for n in captured if n in _read_by_elements(variant))
+    if read and deterministic:
+        raise Unsupported(
+            f"deterministic = True with gradients of captured tensors {read}: these are sums in the "
+            "order in which their parts come; ask for either"
+        )
     kind = (q.dtype, q.shape[3], v.shape[3])
-    launch, plan = _launcher(variant, *kind, schedule, dlse is not None, deterministic)
+    launch, plan = _launcher(variant, *kind, schedule, dlse is not None, deterministic, read)
     s = plan.schedule
     batch, seqlen_q, heads, _ = q.shape
     tiles = -(-seqlen_q // s.tile_m)
@@ -72,9 +84,31 @@ def backward(
     with torch.cuda.device(q.device):
         launch(
             q, k, v, out, _detached(lse), dout, _detached(dlse), dq, dk, dv, captures,
-            table, rows[0], rows[1], sums, turns, scale,
+            table, rows[0], rows[1], sums, turns,
+            tuple(launchable(captured[n]) for n in read) or None, scale,
         )  # fmt: skip
-    return dq, dk, dv
+    if variant.sink in captured:
+        delta = rows[1][..., :seqlen_q]
+        _add_sink(captured[variant.sink], variant.captures[variant.sink].detach(), lse, delta)
+    return Gradients(dq, dk, dv, captured)
+
+
+def _read_by_elements(variant: Variant) -> frozenset[int]:
+    """The captured tensors that have a gradient through scores or weights."""
+    derived = of_element(variant)
+    return frozenset() if derived is None else frozenset(derived.captures)
+
+
+def _add_sink(
+    sums: torch.Tensor, sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+) -> None:
+    """A sink takes weight and has no value: it gets -exp(sink - lse) * delta of each row.
+
+    Shape: lse, delta (batch, heads, seqlen_q); sink and sums (heads,) or ().
+    """
+    weight = torch.exp(sink.float().reshape(-1, 1) - lse)
+    by_head = -(weight * delta).sum(dim=(0, 2))
+    sums += by_head if sums.dim() else by_head.sum()
 
 
 def _check_results(
@@ -132,16 +166,17 @@ def _launcher(
     schedule: BackwardSchedule | None,
     has_dlse: bool,
     deterministic: bool,
+    wanted: tuple[int, ...],
 ) -> tuple[Callable[..., None], BackwardPlan]:
     """The loaded kernels of a plan and their plan, made anew around the variant."""
     types = tuple(t.dtype for t in variant.captures)
-    key = (dtype, head_dim, head_dim_v, schedule, has_dlse, deterministic, types, dense(variant))
+    key = (dtype, head_dim, head_dim_v, schedule, has_dlse, deterministic, wanted, types, dense(variant))
     known = _launchers.setdefault(variant, {})
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
     if schedule is None:
-        plan = BackwardPlan.default(variant, problem, has_dlse=has_dlse, deterministic=deterministic)
+        plan = BackwardPlan.default(variant, problem, has_dlse=has_dlse, deterministic=deterministic, wanted=wanted)
     else:
-        plan = BackwardPlan(variant, problem, schedule, has_dlse, deterministic)
+        plan = BackwardPlan(variant, problem, schedule, has_dlse, deterministic, wanted)
     if key not in known:
         plan.check()
         known[key] = (cache.get(plan.kernel).launch,)

@@ -22,7 +22,8 @@ class BackwardPlan:
     """What a backward's kernels will do, before anything is compiled.
 
     `has_dlse`: whether a gradient of LSE is given besides that of O. `deterministic`: dQ is summed
-    in a fixed order, one tile of keys after the other.
+    in a fixed order, one tile of keys after the other. `wanted`: the captured tensors that the score
+    or the weight function reads and whose gradients are asked for, by number.
     """
 
     variant: Variant
@@ -30,6 +31,7 @@ class BackwardPlan:
     schedule: BackwardSchedule
     has_dlse: bool = False
     deterministic: bool = False
+    wanted: tuple[int, ...] = ()
 
     @classmethod
     def default(
@@ -39,6 +41,7 @@ class BackwardPlan:
         *,
         has_dlse: bool = False,
         deterministic: bool = False,
+        wanted: tuple[int, ...] = (),
     ) -> BackwardPlan:
         """The plan with the schedule of the table.
 
@@ -47,7 +50,7 @@ class BackwardPlan:
         from .kernels.sm90.backward.schedule import default_schedule
 
         schedule = default_schedule(variant, problem)
-        return cls(variant, problem, schedule, has_dlse, deterministic)
+        return cls(variant, problem, schedule, has_dlse, deterministic, wanted)
 
     @cached_property
     def by_tile(self) -> bool:
@@ -80,5 +83,6 @@ class BackwardPlan:
         rows = dense(self.variant)
         lines += [f"dense rows: {', '.join(f't{n}' for n in sorted(rows))}"] if rows else []
         lines += ["deterministic"] if self.deterministic else []
+        lines += [f"gradients of {', '.join(f't{n}' for n in self.wanted)}"] if self.wanted else []
         lines += ["with a gradient of LSE"] if self.has_dlse else []
         return "\n".join(lines)

@@ -164,7 +164,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
 
     @cute.jit
     def host(self, q, k, v, o, lse, do, dlse, dq, dk, dv, captures, table, lse_log2, delta, sums,
-             turns, scale, stream):  # fmt: skip
+             turns, captured, scale, stream):  # fmt: skip
         """Launch what prepares the rows, a CTA for each tile of keys, and what finishes dQ."""
         q, k, v, o, do, dq, dk, dv = (heads_last(t) for t in (q, k, v, o, do, dq, dk, dv))
         lse_log2, delta = rows_first(lse_log2), rows_first(delta)
@@ -188,6 +188,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
             captures,
             table,
             turns,
+            captured,
             scale,
         )
         seqlen_k, _, kv_heads, batches = k.shape

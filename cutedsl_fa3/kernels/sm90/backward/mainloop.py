@@ -41,7 +41,7 @@ class MainLoop:
             acc_s = f.multiply_scores(f.k, f.q[part], slot)
             acc_dp = f.multiply_scores(f.v, f.do[part], slot)
             products.append((acc_s, acc_dp))
-        weigher = Weigher(self.elements(io, head, w.batch), self.plan.variant)
+        weigher = self.weigher(io, head, w.batch)
         corner = (m_block * s.tile_m, w.n_block * s.tile_n)
         if cutlass.const_expr(s.places == 1):
             self.barriers["ds"].arrive_and_wait()
@@ -50,9 +50,10 @@ class MainLoop:
             later = 2 * (s.parts - 1 - part) + part  # products of later parts, dV of earlier ones
             warpgroup.wait_group(later + 1)
             at = (f.places[part], corner)
+            raw = self.kept(weigher, acc_s)
             weigher.weigh(acc_s, f.p16[part], *at, smem.lse, slot.index, masked)
             warpgroup.wait_group(later)
-            weigher.differ(acc_s, acc_dp, *at, smem.delta, slot.index, masked)
+            weigher.differ(acc_s, acc_dp, *at, smem.delta, slot.index, masked, raw, smem.lse)
             f.multiply_dv(slot, part)
             rounded(acc_dp, f.ds16[part])
             ds = cute.local_tile(smem.ds[None, None, place], (s.tile_n, s.part), (0, part))
@@ -75,3 +76,16 @@ class MainLoop:
         warpgroup.wait_group(0)
         slot.release()
         return ring, place ^ (s.places - 1)
+
+    def weigher(self, io, head, batch) -> Weigher:
+        """The variant's functions at one head of queries, and where captured tensors' parts go."""
+        sums = dict(zip(self.plan.wanted, io.captured or (), strict=True))
+        return Weigher(self.elements(io, head, batch), self.plan.variant, sums)
+
+    def kept(self, weigher: Weigher, acc: cute.Tensor) -> cute.Tensor | None:
+        """A copy of the products, where gradients of captured tensors read them again."""
+        if not weigher.keeps_products:
+            return None
+        copy = cute.make_rmem_tensor(acc.layout, acc.element_type)
+        copy.store(acc.load())
+        return copy

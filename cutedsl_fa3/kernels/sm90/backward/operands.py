@@ -32,7 +32,7 @@ class Io:
     stored from registers; lse_log2 and delta (rows, heads, batch) fp32 with whole tiles of rows;
     sums as `Fragments.sums` has them, with the atom that adds to them; captures in the variant's
     order; table as variant/summaries.py has it; turns (1, m_blocks, heads, batch), how many tiles of
-    keys have added to dQ, where the order is fixed.
+    keys have added to dQ, where the order is fixed; captured, the fp32 gradients of `plan.wanted`.
     Units: scale is natural (raw product -> score), lse_log2 in base 2.
     """
 
@@ -48,6 +48,7 @@ class Io:
     captures: tuple[cute.Tensor, ...] | None
     table: cute.Tensor | None
     turns: cute.Tensor | None
+    captured: tuple[cute.Tensor, ...] | None
     scale: Float32
 
 
@@ -82,6 +83,11 @@ def fake_args(plan: BackwardPlan, captures: tuple[cute.Tensor, ...] | None) -> t
         shape = (cute.sym_int(), heads, batch)  # in the order of memory
         return make_fake_compact_tensor(Int32, shape, stride_order=(0, 1, 2), assumed_align=4)
 
+    def captured(number: int) -> cute.Tensor:
+        shape = tuple(cute.sym_int() for _ in range(max(1, plan.variant.captures[number].dim())))
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=4)
+
     queries = (seqlen_q, heads, d)
     return (
         tensor(*queries),
@@ -102,6 +108,7 @@ def fake_args(plan: BackwardPlan, captures: tuple[cute.Tensor, ...] | None) -> t
             Float32, (cute.sym_int(), WORDS), stride_order=(1, 0), assumed_align=16
         ),
         turns() if plan.deterministic else None,
+        tuple(captured(number) for number in plan.wanted) or None,
         Float32(1.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

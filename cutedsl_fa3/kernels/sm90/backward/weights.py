@@ -20,6 +20,7 @@ from cutedsl_fa3.variant.derive import number, of_element
 from cutedsl_fa3.variant.device import Element, Lowering
 from cutedsl_fa3.variant.lower import exp2, select
 
+from .captured import Collector, needs_products
 from .operands import AT_ONCE, by_query, rounded
 
 ROWS_AT_ONCE = AT_ONCE // wgmma.ROWS_HELD  # queries of which a thread rounds the elements together
@@ -36,17 +37,22 @@ class Weigher:
     `scale_log2` turns what the functions make of a product into a base-2 logarithm.
     """
 
-    def __init__(self, elements: Elements, variant: Variant) -> None:
+    def __init__(
+        self, elements: Elements, variant: Variant, sums: dict[int, cute.Tensor] | None = None
+    ) -> None:
         self.elements, self.scale_log2 = elements, elements.scale_log2
         self.is_weight = variant.weight is not None
         self.value_and_factor, self.factor, self.constant = None, None, None
-        derived = of_element(variant)
+        self.tanhs: dict[int, tuple[int, float]] = {}
+        self.derived = derived = of_element(variant)
+        self.sums = sums or {}
+        self.keeps_products = needs_products(derived, tuple(self.sums))
         if derived is None:
             return
         graph = derived.inputs.get("score")
         self.constant = 0.0 if graph is None else number(graph)
-        if self.constant is None:
-            self.factor = graph.output
+        if self.constant is None or self.sums:
+            self.factor = None if self.constant is not None else graph.output
             uniform = elements.uniform
             exponent = not self.is_weight
             lowering = Lowering(derived.value, elements.captures, uniform, exponent=exponent)
@@ -84,8 +90,8 @@ class Weigher:
         self, raw: list[Float32], there: list[tuple[dict, int, int]], memo: tuple[dict, dict]
     ) -> tuple[list[Float32], list[Float32 | None]]:
         """What the functions make of neighbours' products, and the derivatives; None is 1."""
+        constant = None if self.constant in (None, 1.0) else Float32(self.constant)
         if self.value_and_factor is None:
-            constant = None if self.constant in (None, 1.0) else Float32(self.constant)
             found = self.elements.changed_together(raw, there, memo)
             return found, [constant] * len(raw)
         scale = self.elements.scale
@@ -98,6 +104,8 @@ class Weigher:
         for element in elements:
             for number, (product, cap) in self.tanhs.items():
                 memo[0][element.key(number)] = element.value(product) * (1.0 / cap)
+        if self.factor is None:
+            return found, [constant] * len(raw)
         return found, [element.value(self.factor) for element in elements]
 
     def weigh(
@@ -158,8 +166,15 @@ class Weigher:
         delta: cute.Tensor,
         slot: Int32,
         masked: bool,
+        products: cute.Tensor | None = None,
+        lse: cute.Tensor | None = None,
     ) -> None:
-        """dS = m * (dP - delta) in place of dP; 0 where the mask hides, whatever dP is."""
+        """dS = m * (dP - delta) in place of dP; 0 where the mask hides, whatever dP is.
+
+        With sums to add to, what captured tensors get; `products` and `lse` where that is a
+        function of the raw score.
+        """
+        collector = Collector(self.derived, self.sums) if self.sums else None
         memo: tuple[dict, dict] = ({}, {})
         m, dp = by_query(acc_m), by_query(acc_dp)
         for r in range(len(places.row_offsets)):
@@ -169,8 +184,27 @@ class Weigher:
                 ds = m[r, c] * (dp[r, c] - both[r % 2])
                 if masked:
                     at = self.places(places, corner, r, c)
-                    ds = select(self.visible(at, r, c, memo), ds, Float32(0.0))
+                    seen = self.visible(at, r, c, memo)
+                    ds = select(seen, ds, Float32(0.0))
+                if collector is not None:
+                    at = self.places(places, corner, r, c)
+                    gradient, at = ds, {**at, "score": Float32(0.0)}
+                    if products is not None:
+                        x = by_query(products)[r, c]
+                        scale = self.elements.scale
+                        at = {**at, "score": x * scale, "product": (x, scale)}
+                        gradient = dp[r, c] - both[r % 2]
+                        if not self.is_weight:
+                            value = Element(self.value_and_factor, at, r, c, memo[0], False)
+                            shift = row_pair(lse, slot, places, r - r % 2)[r % 2]
+                            value = value.value(self.value_and_factor.graph.output)
+                            p = exp2(cute.math.fma(value, self.scale_log2, -shift))
+                            gradient = p * gradient
+                    element = Element(self.value_and_factor, at, r, c, memo[0], False)
+                    collector.take(element, gradient, seen if masked else None)
                 dp[r, c] = ds
+        if collector is not None:
+            collector.add()
 
 
 def row_pair(rows: cute.Tensor, slot: Int32, places: wgmma.Places, r: int) -> cute.Tensor:
