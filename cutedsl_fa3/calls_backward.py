@@ -11,7 +11,7 @@ from . import cache
 from .backward import Gradients
 from .errors import Unsupported
 from .inputs import ALIGNED, FARTHEST, NAMES, check_tensors, checked_scale, launchable
-from .kernels.sm90.backward.schedule import BackwardSchedule
+from .kernels.sm90.backward.schedule import BackwardSchedule, tile_dims
 from .plans_backward import BackwardPlan
 from .problem import Problem
 from .variant import Variant
@@ -63,8 +63,8 @@ def backward(
     read = tuple(n for n in captured if n in _read_by_elements(variant))
     if read and deterministic:
         raise Unsupported(
-            f"deterministic = True with gradients of captured tensors {read}: these are sums in the "
-            "order in which their parts come; ask for either"
+            f"deterministic = True with gradients of captured tensors {read}: these are sums in "
+            "the order in which their parts come; ask for either"
         )
     kind = (q.dtype, q.shape[3], v.shape[3])
     launch, plan = _launcher(variant, *kind, schedule, dlse is not None, deterministic, read)
@@ -72,13 +72,15 @@ def backward(
     batch, seqlen_q, heads, _ = q.shape
     tiles = -(-seqlen_q // s.tile_m)
     rows = torch.empty(2, batch, heads, tiles * s.tile_m, dtype=torch.float32, device=q.device)
-    words = batch * heads * tiles * s.tile_m * plan.problem.tile_dims[0]
+    words = batch * heads * tiles * s.tile_m * tile_dims(plan.problem)[0]
     sums = torch.empty(words // 32, 32, dtype=torch.float32, device=q.device)
     shape = plan.table_shape(batch, heads, seqlen_q, k.shape[1])
     table = None if shape is None else torch.empty(shape, dtype=torch.int32, device=q.device)
     turns = None
     if deterministic:
-        turns = torch.empty(batch, heads, tiles, dtype=torch.int32, device=q.device).permute(2, 1, 0)
+        turns = torch.empty(batch, heads, tiles, dtype=torch.int32, device=q.device).permute(
+            2, 1, 0
+        )
     captures = tuple(launchable(t.detach()) for t in variant.captures) or None
     q, k, v, out, dout = (_readable(t.detach()) for t in (q, k, v, out, dout))
     with torch.cuda.device(q.device):
@@ -152,8 +154,7 @@ def _readable(t: torch.Tensor) -> torch.Tensor:
     if t.data_ptr() % ALIGNED:
         return t.clone(memory_format=torch.contiguous_format)
     strides = tuple(
-        s if s * size % ALIGNED == 0 and s * size < FARTHEST else t.shape[3]
-        for s in t.stride()[:3]
+        s if s * size % ALIGNED == 0 and s * size < FARTHEST else t.shape[3] for s in t.stride()[:3]
     )
     return t if strides == t.stride()[:3] else t.as_strided(t.shape, (*strides, 1))
 
@@ -170,11 +171,23 @@ def _launcher(
 ) -> tuple[Callable[..., None], BackwardPlan]:
     """The loaded kernels of a plan and their plan, made anew around the variant."""
     types = tuple(t.dtype for t in variant.captures)
-    key = (dtype, head_dim, head_dim_v, schedule, has_dlse, deterministic, wanted, types, dense(variant))
+    key = (
+        dtype,
+        head_dim,
+        head_dim_v,
+        schedule,
+        has_dlse,
+        deterministic,
+        wanted,
+        types,
+        dense(variant),
+    )
     known = _launchers.setdefault(variant, {})
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
     if schedule is None:
-        plan = BackwardPlan.default(variant, problem, has_dlse=has_dlse, deterministic=deterministic, wanted=wanted)
+        plan = BackwardPlan.default(
+            variant, problem, has_dlse=has_dlse, deterministic=deterministic, wanted=wanted
+        )
     else:
         plan = BackwardPlan(variant, problem, schedule, has_dlse, deterministic, wanted)
     if key not in known:

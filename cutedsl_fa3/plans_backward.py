@@ -22,8 +22,8 @@ class BackwardPlan:
     """What a backward's kernels will do, before anything is compiled.
 
     `has_dlse`: whether a gradient of LSE is given besides that of O. `deterministic`: dQ is summed
-    in a fixed order, one tile of keys after the other. `wanted`: the captured tensors that the score
-    or the weight function reads and whose gradients are asked for, by number.
+    in a fixed order, one tile of keys after the other. `wanted`: numbers of the captured tensors
+    that the score or the weight function reads and whose gradients are asked for.
     """
 
     variant: Variant

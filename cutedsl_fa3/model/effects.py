@@ -169,7 +169,8 @@ def _tma(function: Function, node: Node, state: WarpState, text: str) -> Steps:
     if "bulk_copy_g2s" in text and target is not None and isinstance(atom, Atom):
         barrier = uniform(_need(atom.field("tma_bar"), node, "which mbarrier"), state.mask)
         moved = size(target.layout.shape) * node.arg_kinds[2].bits // 8
-        yield Event(ev.COPY, value=moved, targets=(_in_cta(barrier, region(target)[0], state.rank),))
+        there = _in_cta(barrier, region(target)[0], state.rank)
+        yield Event(ev.COPY, value=moved, targets=(there,))
         return
     if "tma_load" not in text or target is None or not isinstance(atom, Atom):
         raise NotCovered(f"copy {text[:60]} is not followed")

@@ -17,10 +17,13 @@
     full     128 + 32  it is written, and may be added to the sums
 
 A CTA has tile_n keys of one head of K and V, and all heads of queries that read it, one after the
-other: so dK and dV are sums of registers in a fixed order. dQ is summed in fp32 in global memory, in
-the order of registers (sums.py). Which tiles of queries see these keys is decided from the mask as
-in the forward, 32 tiles of queries at a time, one a lane; those that need the element mask come
-first.
+other: so dK and dV are sums of registers in a fixed order. dQ is summed in fp32 in global memory,
+in the layout of registers (sums.py). Which tiles of queries see these keys, and in which order they
+come, says visiting.py.
+
+Where a change goes: what happens to an element between the products is weights.py, what captured
+tensors get captured.py, the order of the products mainloop.py, what comes before and after
+prepare.py and finish.py.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ from .finish import Finish
 from .mainloop import MainLoop
 from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
-from .schedule import BackwardSchedule
+from .schedule import BackwardSchedule, tile_dims
 from .sums import strip, whole
 from .visiting import Visiting, end_turn, first_of, wait_for_turn
 
@@ -89,7 +92,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     def __init__(self, plan: BackwardPlan) -> None:
         s: BackwardSchedule = plan.schedule
         problem = plan.problem
-        dtype, dims = problem.element, problem.tile_dims
+        dtype, dims = problem.element, tile_dims(problem)
         self.plan, self.schedule, self.dtype, self.dims = plan, s, dtype, dims
         self.strip = strip(s, dims[0])
         self.tiles = {
@@ -198,7 +201,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         self.finish.launch(sums, dq, scale, stream)
 
     def work(self, io: Io) -> Work:
-        """This CTA's tile; the first keys come first, since under causality most queries see them."""
+        """This CTA's tile; the first keys come first: under causality most queries see them."""
         seqlen_k, _, kv_heads, batches = io.k[1].shape
         n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
         index, _, _ = cute.arch.block_idx()

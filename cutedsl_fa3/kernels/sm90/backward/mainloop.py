@@ -1,12 +1,12 @@
 """The consumers' step for one tile of queries.
 
-    S^T = K Q^T    dP^T = V dO^T         both issued at once
-    P = 2^(S - LSE)                      while dP runs
-    dS = P * (dP - delta)
-    dV += P^T dO                         from registers
-    dS -> shared memory, all warpgroups meet
-    dQ = dS K                            each warpgroup its share of the tile
-    dK += dS^T Q                         from registers; meanwhile dQ goes to the warp that adds it
+S^T = K Q^T    dP^T = V dO^T         both issued at once
+P = 2^(S - LSE)                      while dP runs
+dS = P * (dP - delta)
+dV += P^T dO                         from registers
+dS -> shared memory, all warpgroups meet
+dQ = dS K                            each warpgroup its share of the tile
+dK += dS^T Q                         from registers; meanwhile dQ goes to the warp that adds it
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ class Io:
 
     Shape: q, k, v, do as (seqlen, head_dim, heads, batch) with their TMA atoms; dk, dv likewise,
     stored from registers; lse_log2 and delta (rows, heads, batch) fp32 with whole tiles of rows;
-    sums as `Fragments.sums` has them, with the atom that adds to them; captures in the variant's
-    order; table as variant/summaries.py has it; turns (1, m_blocks, heads, batch), how many tiles of
-    keys have added to dQ, where the order is fixed; captured, the fp32 gradients of `plan.wanted`.
+    sums (rows, WORDS) as sums.py has it, with the atom that adds to it; captures in the variant's
+    order; table as variant/summaries.py has it; turns (1, m_blocks, heads, batch), how many tiles
+    of keys have added to dQ, where the order is fixed; captured, the fp32 gradients of
+    `plan.wanted`.
     Units: scale is natural (raw product -> score), lse_log2 in base 2.
     """
 
@@ -169,7 +170,9 @@ def store_rows(
     first_chunk = places.col // 8
     for r in range(len(places.row_offsets)):
         vectors = wgmma.row_vectors(values[r, None], out.element_type)
-        _store_row(vectors, out, first + places.row + places.row_offsets[r], first_chunk + lane, whole)
+        _store_row(
+            vectors, out, first + places.row + places.row_offsets[r], first_chunk + lane, whole
+        )
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""What the backward needs of each row, and zeros where dQ is summed and turns are counted; launched before it.
+"""What the backward needs of each row, and zeros where it sums dQ and counts turns.
 
     delta    = sum over d of dO * O, less the gradient of LSE
     lse_log2 = LSE * log2(e); +inf for rows that see nothing or lie past the sequence, so that

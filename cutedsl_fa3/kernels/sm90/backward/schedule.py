@@ -23,8 +23,8 @@ class BackwardSchedule:
 
     `tile_n` keys belong to a CTA, which walks along tiles of `tile_m` queries; each of `consumers`
     warpgroups has 64 of the keys. `stages`: slots of Q and of dO; `places`: of dS, which all
-    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `parts`: the queries of a
-    tile are worked on in so many, so that the products of the second run under the weights of the
+    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `parts`: the queries of
+    a tile are worked on in so many, so that the products of the second run under the weights of the
     first, and P and dS of one take the registers of S and dP of the other. `add`: dQ joins its sums
     by "tma" from shared memory, or "direct" from registers, four at once. `head_group`: heads whose
     tiles are interleaved so that they stay in L2.
@@ -75,8 +75,8 @@ class BackwardSchedule:
 
     def __str__(self) -> str:
         return (
-            f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, {self.places} places of "
-            f"dS, {self.consumers} consumer warpgroups, dQ added {self.add}"
+            f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, "
+            f"{self.places} places of dS, {self.consumers} consumer warpgroups, dQ added {self.add}"
         )
 
 
@@ -88,16 +88,25 @@ TABLE = {
 }
 
 
+def tile_dims(problem: Problem) -> tuple[int, int]:
+    """The smallest (head_dim, head_dim_v) of the table that holds those of a problem.
+
+    Raises: ScheduleError where none does.
+    """
+    needed = (problem.head_dim, problem.head_dim_v)
+    holding = [pair for pair in TABLE if all(n <= d for n, d in zip(needed, pair, strict=True))]
+    if not holding:
+        largest = max(TABLE)
+        raise ScheduleError(
+            f"head_dim, head_dim_v = {needed[0]}, {needed[1]}: the backward has tiles of head "
+            f"sizes up to {largest[0]} and {largest[1]}"
+        )
+    return min(holding, key=sum)
+
+
 def default_schedule(variant: Variant, problem: Problem) -> BackwardSchedule:
     """The schedule of this problem.
 
     Raises: ScheduleError where there is none.
     """
-    found = TABLE.get(problem.tile_dims)
-    if found is None:
-        served = ", ".join(f"{d}" for d, _ in TABLE)
-        raise ScheduleError(
-            f"head_dim, head_dim_v = {problem.head_dim}, {problem.head_dim_v}: the backward has "
-            f"tiles of head sizes {served}, alike for q and v"
-        )
-    return found
+    return TABLE[tile_dims(problem)]

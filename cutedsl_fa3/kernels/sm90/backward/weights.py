@@ -102,8 +102,8 @@ class Weigher:
         found = self.value_and_factor.together(scored, memo[0])
         elements = [Element(self.value_and_factor, *one, memo[0], False) for one in scored]
         for element in elements:
-            for number, (product, cap) in self.tanhs.items():
-                memo[0][element.key(number)] = element.value(product) * (1.0 / cap)
+            for tanh, (product, cap) in self.tanhs.items():
+                memo[0][element.key(tanh)] = element.value(product) * (1.0 / cap)
         if self.factor is None:
             return found, [constant] * len(raw)
         return found, [element.value(self.factor) for element in elements]
