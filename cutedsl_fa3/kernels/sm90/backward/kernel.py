@@ -48,6 +48,7 @@ from cutedsl_fa3.pipelines import (
     Expect,
     Ring,
     Role,
+    ScheduleError,
     TileOrder,
     WarpSpecialized,
     WordRing,
@@ -134,6 +135,18 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     def key_text(self) -> str:
         """Everything that affects the code."""
         return self.plan.key_text
+
+    def check(self) -> None:
+        """Besides the tables: what this kernel's roles take for granted.
+
+        Raises: ScheduleError, LayoutError.
+        """
+        if self.plan.deterministic and self.schedule.add != "tma":
+            raise ScheduleError(
+                f"add = {self.schedule.add!r} with deterministic: the order of additions is kept "
+                "by the warp that adds, so 'tma' is needed"
+            )
+        super().check()
 
     def expected(self) -> tuple[Expect, ...]:
         """What the tables promise about the machine code.
