@@ -47,6 +47,11 @@ def backward(
     """
     check_tensors(q, k, v, variant)
     _check_results(q, v, out, lse, dout, dlse)
+    if variant.epilogue is not None:
+        raise Unsupported(
+            "variant has an epilogue: a kernel's gradients begin at the output before it; give "
+            "variant.without_epilogue(), its output, and dout times d out / d o"
+        )
     if (lse is not None) != variant.has_lse or (dlse is not None and lse is None):
         given = "None" if lse is None else "a tensor"
         raise Unsupported(
