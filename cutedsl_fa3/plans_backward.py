@@ -49,7 +49,7 @@ class BackwardPlan:
         """
         from .kernels.sm90.backward.schedule import default_schedule
 
-        schedule = default_schedule(variant, problem)
+        schedule = default_schedule(variant, problem, deterministic)
         return cls(variant, problem, schedule, has_dlse, deterministic, wanted)
 
     @cached_property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import ScheduleError
 from cutedsl_fa3.pipelines.schedule import MAX_HEAD_GROUP, is_whole
+from cutedsl_fa3.variant.derive import number, of_element
 
 if TYPE_CHECKING:
     from cutedsl_fa3.problem import Problem
@@ -104,9 +105,24 @@ def tile_dims(problem: Problem) -> tuple[int, int]:
     return min(holding, key=sum)
 
 
-def default_schedule(variant: Variant, problem: Problem) -> BackwardSchedule:
+def default_schedule(
+    variant: Variant, problem: Problem, deterministic: bool = False
+) -> BackwardSchedule:
     """The schedule of this problem.
+
+    Where the derivative is a function to be computed, dQ goes directly: that spares the registers
+    of its way through shared memory, without which these kernels spill. A fixed order needs it.
 
     Raises: ScheduleError where there is none.
     """
-    return TABLE[tile_dims(problem)]
+    schedule = TABLE[tile_dims(problem)]
+    if deterministic or not has_slope(variant):
+        return schedule
+    return replace(schedule, add="direct")
+
+
+def has_slope(variant: Variant) -> bool:
+    """Whether the derivative by the score is more than a number."""
+    derived = of_element(variant)
+    slope = None if derived is None else derived.inputs.get("score")
+    return slope is not None and number(slope) is None
