@@ -357,9 +357,10 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
             group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             self.barriers["empty", group].arrive_and_wait()
         problem, first = self.plan.problem, w.n_block * s.tile_n
-        for acc, places, out, factor, same in (
-            (f.acc_dv, f.dv_places, io.dv, None, problem.head_dim_v == self.dims[1]),
-            (f.acc_dk, f.dk_places, io.dk, io.scale, problem.head_dim == self.dims[0]),
+        for acc, mma, out, factor, dim, size in (
+            (f.acc_dv, f.dv, io.dv, None, problem.head_dim_v, self.dims[1]),
+            (f.acc_dk, f.dk, io.dk, io.scale, problem.head_dim, self.dims[0]),
         ):
             of_head = out[None, None, w.kv_head, w.batch]
-            store_rows(acc, places, of_head, first, factor, same)
+            places = wgmma.places(mma, s.tile_n, size, thread)
+            store_rows(acc, places, of_head, first, factor, dim == size)

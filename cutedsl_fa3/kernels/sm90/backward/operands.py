@@ -231,8 +231,6 @@ class Fragments:
             Places(at.col + n * s.part, at.row, at.col_offsets, at.row_offsets)
             for n in range(s.parts)
         ]
-        self.dk_places = wgmma.places(self.dk, s.tile_n, d, thread)
-        self.dv_places = wgmma.places(self.dv, s.tile_n, dv, thread)
 
     def in_parts(self, tile: cute.Tensor) -> list[cute.Tensor]:
         """The rows of each part of (rows, cols, stages)."""
