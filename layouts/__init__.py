@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from . import copy_engine
     from .copy_engine import GlobalTensor
     from .doctor import Diagnosis, Geometry, Remedy, Traffic, encoded, explain, refusal, traffic
-    from .tile import Tile, transposed
+    from .tile import Row, Tile, transposed
 
 _ON_FIRST_USE = {
-    "tile": ("Tile", "transposed"),
+    "tile": ("Row", "Tile", "transposed"),
     "copy_engine": ("GlobalTensor",),
     "doctor": (
         "Diagnosis", "Geometry", "Remedy", "Traffic", "encoded", "explain", "refusal", "traffic",
@@ -48,6 +48,7 @@ __all__ = [
     "GlobalTensor",
     "LayoutError",
     "Remedy",
+    "Row",
     "Rule",
     "SmemPlan",
     "Swizzle",

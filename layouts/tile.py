@@ -14,6 +14,7 @@ axes exchanged, which is how V serves as the second operand of P @ V.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
@@ -24,7 +25,10 @@ from .swizzle import Swizzle, widest
 from .tma import TensorMap
 
 MAX_BOX = 256  # elements of a box along any dimension; source: cuTensorMapEncodeTiled
+ALIGN = 1024  # bytes of the widest swizzle's atom, at whose multiples a tile begins
 ATOM_ROWS = 8  # rows of one swizzle atom; source: PTX ISA, shared-memory matrix layouts
+
+COPY_BYTES = 16  # what a bulk copy moves a multiple of; source: PTX ISA, cp.async.bulk
 
 _K_MAJOR_ATOM = {
     128: SmemLayoutAtomKind.K_SW128,
@@ -46,6 +50,8 @@ class Tile:
     rows: int
     cols: int
     dtype: type
+
+    align: ClassVar[int] = ALIGN
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.rows % ATOM_ROWS:
@@ -146,6 +152,11 @@ class Tile:
             cpasync.CopyBulkTensorTileS2GOp(), gmem, self.layout(), (self.rows, self.cols)
         )
 
+    def add_atom(self, gmem: cute.Tensor) -> cpasync.TmaInfo:
+        """TMA store that adds this tile to what `gmem` (rows, cols, ...) holds, in L2."""
+        op = cpasync.CopyReduceBulkTensorTileS2GOp(cute.ReductionKind.ADD)
+        return cpasync.make_tiled_tma_atom(op, gmem, self.layout(), (self.rows, self.cols))
+
     def blocks(
         self,
         atom: cute.CopyAtom,
@@ -175,6 +186,51 @@ class Tile:
             f"{self.rows} x {self.cols} {self.dtype.__name__}, {self.bytes} B, "
             f"{self.swizzle.name} swizzle, {self.copies} TMA boxes of {self.box[1]} x {self.box[0]}"
         )
+
+
+@dataclass(frozen=True)
+class Row:
+    """`length` contiguous elements of `dtype` in shared memory: what belongs to a tile's rows.
+
+    One bulk copy fills it from contiguous memory, without a tensor map.
+
+    Raises:
+        LayoutError: bytes that are no multiple of 16, which a bulk copy moves.
+    """
+
+    length: int
+    dtype: type
+
+    align: ClassVar[int] = COPY_BYTES
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.bytes % COPY_BYTES:
+            raise LayoutError(
+                f"row of {self.length} elements, {self.bytes} B: a bulk copy moves multiples of "
+                f"{COPY_BYTES} B"
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one stage."""
+        return self.length * self.dtype.width // 8
+
+    def tensor(self, base: cute.Pointer, stages: int | None = None) -> cute.Tensor:
+        """The row's tensor (length[, stages]) at a shared-memory byte address."""
+        shape = self.length if stages is None else (self.length, stages)
+        return cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), cute.make_layout(shape))
+
+    def load(self, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer) -> None:
+        """Copy a row by one thread of a warp; the bytes count at the mbarrier.
+
+        Shape: source, target (length,).
+        """
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype)
+        with cute.arch.elect_one():
+            cute.copy(atom, source, target, mbar_ptr=barrier)
+
+    def __str__(self) -> str:
+        return f"{self.length} {self.dtype.__name__}, {self.bytes} B, one bulk copy"
 
 
 def transposed(smem: cute.Tensor) -> cute.Tensor:

@@ -35,11 +35,14 @@ def tiled_mma(
     warpgroups: int,
     *,
     a_from: Literal["smem", "registers"] = "smem",
+    a_major: Literal["k", "m"] = "k",
     b_major: Literal["k", "n"] = "k",
+    beside: int = 1,
 ) -> cute.TiledMma:
-    """A WGMMA of (64 * warpgroups) x n x 16, fp32 accumulator.
+    """A WGMMA of (64 * warpgroups) x (n * beside) x 16, fp32 accumulator.
 
-    `b_major`: "k" when the tile of B has its rows along n, "n" for a transposed view.
+    `beside` rows of warpgroups lie side by side along n. `b_major`: "k" when the tile of B has its
+    rows along n, "n" for a transposed view; `a_major` likewise, "m" from shared memory only.
 
     Raises:
         LayoutError: n outside 8..256 or not a multiple of 8; an unknown source or major mode.
@@ -49,16 +52,21 @@ def tiled_mma(
         raise LayoutError(f"WGMMA n = {n}: a multiple of 8 from 8 to {MAX_N}; use {nearest}")
     sources = {"smem": warpgroup.OperandSource.SMEM, "registers": warpgroup.OperandSource.RMEM}
     majors = {"k": OperandMajorMode.K, "n": OperandMajorMode.MN}
-    for what, given, known in (("a_from", a_from, sources), ("b_major", b_major, majors)):
+    rows_major = {"k": OperandMajorMode.K, "m": OperandMajorMode.MN}
+    for what, given, known in (
+        ("a_from", a_from, sources),
+        ("a_major", a_major, rows_major),
+        ("b_major", b_major, majors),
+    ):
         if given not in known:
             raise LayoutError(f"WGMMA {what} = {given!r}: one of {', '.join(known)} is needed")
     return sm90_utils.make_trivial_tiled_mma(
         dtype,
         dtype,
-        OperandMajorMode.K,
+        rows_major[a_major],
         majors[b_major],
         Float32,
-        (warpgroups, 1, 1),
+        (warpgroups, beside, 1),
         (ROWS, n),
         sources[a_from],
     )
@@ -139,15 +147,17 @@ def as_operand(acc: cute.Tensor) -> cute.Tensor:
 
 
 def to_smem(acc: cute.Tensor, smem: cute.Tensor, mma: cute.TiledMma, thread: cute.Int32) -> None:
-    """Round an accumulator to the tile's type and write this thread's share with stmatrix.
+    """Round an accumulator to the tile's type, if need be, and write this thread's share.
 
     The caller fences the async proxy and synchronises before a TMA store reads the tile.
     """
     op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4)
     atom = cute.make_copy_atom(op, smem.element_type)
     copy = cute.make_tiled_copy_C(atom, mma)
-    rounded = cute.make_rmem_tensor(acc.layout, smem.element_type)
-    rounded.store(acc.load().to(smem.element_type))
+    rounded = acc
+    if acc.element_type is not smem.element_type:
+        rounded = cute.make_rmem_tensor(acc.layout, smem.element_type)
+        rounded.store(acc.load().to(smem.element_type))
     cute.copy(atom, copy.retile(rounded), copy.get_slice(thread).partition_D(smem))
 
 

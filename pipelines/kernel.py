@@ -36,6 +36,7 @@ from cutedsl_fa3.layouts import (
     Accumulator,
     Buffer,
     Columns,
+    Row,
     SmemPlan,
     Tile,
     TmemPlan,
@@ -62,15 +63,17 @@ TMEM_ADDRESS_BYTES = 4  # where the allocation of tensor memory writes the first
 class WarpSpecialized:
     """Base of kernels described by tables; subclasses set them, then write one method per role.
 
-    `aliases` lets one tile reuse the storage of another that is dead by then.
+    `aliases` lets one tile reuse the storage of another that is dead by then; `places` gives a tile
+    that travels in no ring as many slots.
     """
 
-    tiles: Mapping[str, Tile]
+    tiles: Mapping[str, Tile | Row]
     rings: Mapping[str, Ring]
     roles: Mapping[str, Role]
     barriers: Barriers = Barriers({})
     accumulators: Mapping[str, Accumulator] = {}
     aliases: Mapping[str, str] = {}
+    places: Mapping[str, int] = {}
     cluster: tuple[int, int] = (1, 1)
     residents: int = 1  # CTAs of a multiprocessor at a time
 
@@ -83,7 +86,7 @@ class WarpSpecialized:
     def smem(self) -> SmemPlan:
         """Where each tile and the mbarriers lie in shared memory."""
         buffers = [
-            Buffer(name, tile.bytes, stages=self.stages(name), alias=self.aliases.get(name))
+            Buffer(name, tile.bytes, tile.align, self.stages(name), self.aliases.get(name))
             for name, tile in self.tiles.items()
         ]
         mbarriers = sum(ring.bytes for ring in self.rings.values())
@@ -103,8 +106,9 @@ class WarpSpecialized:
         )
 
     def stages(self, name: str) -> int:
-        """Slots of a tile or accumulator: those of its ring, or 1."""
-        return next((ring.stages for ring in self.rings.values() if name in ring.tiles), 1)
+        """Slots of a tile or accumulator: those of its ring or of `places`, or 1."""
+        own = self.places.get(name, 1)
+        return next((ring.stages for ring in self.rings.values() if name in ring.tiles), own)
 
     def check(self) -> None:
         """Refuse tables that cannot run, before anything is compiled.
@@ -250,7 +254,8 @@ class WarpSpecialized:
         base = SmemAllocator().allocate(plan.total, byte_alignment=1024)
         tensors = {}
         for name, tile in self.tiles.items():
-            stages = next((r.stages for r in self.rings.values() if name in r.tiles), None)
+            in_ring = any(name in ring.tiles for ring in self.rings.values())
+            stages = self.stages(name) if in_ring or name in self.places else None
             tensors[name] = tile.tensor(base + plan.offset(name), stages)
         if self.accumulators:
             address = base + plan.offset("tmem address")

@@ -160,12 +160,18 @@ def _copy(function: Function, node: Node, state: WarpState) -> Steps:
 
 def _tma(function: Function, node: Node, state: WarpState, text: str) -> Steps:
     atom = state.values[node.args[0]]
-    if "tma_store" in text:
+    if "tma_store" in text or "tma_reduce" in text:
         source = _smem(node, 1, state)
         bytes_read, exact = region(_own(source, state))
         yield Event(ev.STORE, region=bytes_read, exact=exact)
         return
     target = _smem(node, 2, state)
+    if "bulk_copy_g2s" in text and target is not None and isinstance(atom, Atom):
+        barrier = uniform(_need(atom.field("tma_bar"), node, "which mbarrier"), state.mask)
+        moved = size(target.layout.shape) * node.arg_kinds[2].bits // 8
+        there = _in_cta(barrier, region(target)[0], state.rank)
+        yield Event(ev.COPY, value=moved, targets=(there,))
+        return
     if "tma_load" not in text or target is None or not isinstance(atom, Atom):
         raise NotCovered(f"copy {text[:60]} is not followed")
     parts = atom.field("num_multicast") or 1
@@ -181,14 +187,14 @@ def _tma(function: Function, node: Node, state: WarpState, text: str) -> Steps:
         ctas = [cta for cta in range(16) if bits >> cta & 1]
     where = uniform(barrier, state.mask)
     own = region(part)[0]
-    targets = tuple(
-        (
-            in_cta(where, cta),
-            tuple((lo + (cta + 1) * CTA_BYTES, hi + (cta + 1) * CTA_BYTES) for lo, hi in own),
-        )
-        for cta in ctas
-    )
+    targets = tuple(_in_cta(where, own, cta) for cta in ctas)
     yield Event(ev.COPY, value=bytes_moved, targets=targets)
+
+
+def _in_cta(barrier: int, own: ev.Region, cta: int) -> tuple[int, ev.Region]:
+    """An mbarrier and bytes of shared memory at their places in one CTA of the cluster."""
+    bytes_here = tuple((lo + (cta + 1) * CTA_BYTES, hi + (cta + 1) * CTA_BYTES) for lo, hi in own)
+    return in_cta(barrier, cta), bytes_here
 
 
 def _with_first(shape: Any, first: int) -> Any:

@@ -283,7 +283,10 @@ def _tiled(node: Node, args: list[Any], warp: Any) -> Any:
             for c, t in zip(coords, tiles, strict=False)
         )
         whole = any(leaf is UNKNOWN for leaf in _flat([first, *source.layout]))
-        at = at.moved(UNKNOWN if whole else offset(first, source.layout))
+        if whole and at.space == "smem" and source.cover is None:
+            at = replace(at, whole=at.whole or source)
+        else:
+            at = at.moved(UNKNOWN if whole else offset(first, source.layout))
     template = node.out_kinds[0].value
     rests = [
         -lanes.floored(-size(sh), t) if t is not None and UNKNOWN not in leaves(sh) else UNKNOWN
@@ -380,6 +383,7 @@ def _set(node: Node, args: list[Any], warp: Any) -> Any:
 @names(
     "cute_nvgpu.atom.make_non_exec_tiled_tma_load",
     "cute_nvgpu.atom.make_non_exec_tiled_tma_store",
+    "cute_nvgpu.atom.make_non_exec_tiled_tma_reduce",
 )
 def _tma(node: Node, args: list[Any], warp: Any) -> Any:
     tensor = args[0]

@@ -121,8 +121,8 @@ def swizzle_span(swizzle: str) -> int:
     """Bytes of the block within which a swizzle moves 16-byte chunks; 16 without one."""
     if not swizzle:
         return 16
-    b, _, s = (int(n) for n in re.findall(r"\d+", swizzle))
-    return 16 << (b + s)
+    b, _, _ = (int(n) for n in re.findall(r"\d+", swizzle))
+    return 16 << b
 
 
 @functools.cache

@@ -1,0 +1,366 @@
+"""Tables and roles of the attention backward on SM90.
+
+    role        does                                                              rings
+    producer    warp 0: K and V once, then Q, LSE and dO, delta of the queries  -> kv, rows, visits
+                that see some of these keys, by TMA; warp 1: adds dQ to its sums
+    consumer    S, dP -> P, dS -> dV += P^T dO, dQ = dS K, dK += dS^T Q         <- kv, rows, visits
+                then dK and dV -> global memory
+
+    ring    carries            filled by     emptied by, one arrival a warp
+    kv      K and V, one slot  TMA bytes     never: they stay
+    rows    Q, dO, lse, delta  TMA bytes     when dK and dV of them are complete
+    visits  which tile         the producer  when read
+
+    barrier  threads   says
+    ds       all       dS of all keys lies in shared memory (and, with one place, may be written)
+    empty    128 + 32  a warpgroup's strip of dQ has been read, and may be written
+    full     128 + 32  it is written, and may be added to the sums
+
+A CTA has tile_n keys of one head of K and V, and all heads of queries that read it, one after the
+other: so dK and dV are sums of registers in a fixed order. dQ is summed in fp32 in global memory,
+in the layout of registers (sums.py). Which tiles of queries see these keys, and in which order they
+come, says visiting.py.
+
+Where a change goes: what happens to an element between the products is weights.py, what captured
+tensors get captured.py, the order of the products mainloop.py, what comes before and after
+prepare.py and finish.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from cutedsl_fa3.kernels.sm90.elements import Elements
+from cutedsl_fa3.kernels.sm90.operands import head_of, heads_last, rows_first
+from cutedsl_fa3.kernels.sm90.summarise import Summarise
+from cutedsl_fa3.layouts import Tile, wgmma
+from cutedsl_fa3.layouts.tile import Row
+from cutedsl_fa3.pipelines import (
+    TMA_BUDGETS,
+    Barrier,
+    Barriers,
+    Expect,
+    Ring,
+    Role,
+    ScheduleError,
+    TileOrder,
+    WarpSpecialized,
+    WordRing,
+    put,
+    take,
+)
+from cutedsl_fa3.pipelines.roles import WARP
+from cutedsl_fa3.variant.describe import ever_full
+
+from .finish import Finish
+from .mainloop import MainLoop
+from .operands import Fragments, Io, fake_args, store_rows
+from .prepare import Prepare
+from .schedule import BackwardSchedule, tile_dims
+from .sums import strip, whole
+from .visiting import Visiting, end_turn, first_of, wait_for_turn
+
+if TYPE_CHECKING:
+    from cutedsl_fa3.plans_backward import BackwardPlan
+
+END = -1
+
+
+@dataclass(frozen=True)
+class Work:
+    """A tile of keys of one head of K and V."""
+
+    n_block: Int32
+    kv_head: Int32
+    batch: Int32
+
+
+class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
+    """Tables and roles of the backward for one plan."""
+
+    arch = "sm_90a"
+    name = "backward_sm90"
+    summarise_blocks = Summarise.blocks  # launched under the same name, as are these two
+    prepare_rows = Prepare.rows
+    finish_tiles = Finish.tiles_of_dq
+
+    def __init__(self, plan: BackwardPlan) -> None:
+        s: BackwardSchedule = plan.schedule
+        problem = plan.problem
+        dtype, dims = problem.element, tile_dims(problem)
+        self.plan, self.schedule, self.dtype, self.dims = plan, s, dtype, dims
+        self.strip = strip(s, dims[0])
+        self.tiles = {
+            "k": Tile(s.tile_n, dims[0], dtype),
+            "v": Tile(s.tile_n, dims[1], dtype),
+            "q": Tile(s.tile_m, dims[0], dtype),
+            "do": Tile(s.tile_m, dims[1], dtype),
+            "ds": Tile(s.tile_n, s.tile_m, dtype),
+            "lse": Row(s.tile_m, Float32),
+            "delta": Row(s.tile_m, Float32),
+        }
+        if s.add == "tma":
+            self.tiles["sums"] = whole(s, dims[0])
+        self.places = {"ds": s.places}
+        self.rings = {
+            "kv": Ring(("k", "v"), 1),
+            "rows": Ring(("q", "do", "lse", "delta"), s.stages),
+            "visits": WordRing(words=2),
+        }
+        producer, consumer = TMA_BUDGETS[s.consumers]
+        self.roles = {
+            "producer": Role(warps=4, registers=producer),
+            "consumer": Role(warps=4 * s.consumers, registers=consumer),
+        }
+        table = {"ds": Barrier(wgmma.WARPGROUP * s.consumers)}
+        if s.add == "tma":
+            table["empty"] = Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers)
+            table["full"] = Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers)
+        self.barriers = Barriers(table)
+        self.order = TileOrder(s.head_group)
+        self.summarise = None
+        if plan.table_shape(1, 1, 1, 1) is not None:
+            self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
+        self.prepare = Prepare(s, dims, problem.head_dim_v)
+        self.finish = Finish(s, dtype, problem.head_dim, dims[0])
+        self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
+
+    @property
+    def key_text(self) -> str:
+        """Everything that affects the code."""
+        return self.plan.key_text
+
+    def check(self) -> None:
+        """Besides the tables: what this kernel's roles take for granted.
+
+        Raises: ScheduleError, LayoutError.
+        """
+        if self.plan.deterministic and self.schedule.add != "tma":
+            raise ScheduleError(
+                f"add = {self.schedule.add!r} with deterministic: the order of additions is kept "
+                "by the warp that adds, so 'tma' is needed"
+            )
+        super().check()
+
+    def expected(self) -> tuple[Expect, ...]:
+        """What the tables promise about the machine code.
+
+        The loop over tiles with an element mask is a place for the five products, so is the loop
+        over those without.
+        """
+        s, (d, dv) = self.schedule, self.dims
+        places = 1 + int(self.ever_full)
+        products: dict[str, int] = {}
+        for times, rows, cols, inner, beside in (
+            (s.parts, s.tile_n, s.part, d, 1),
+            (s.parts, s.tile_n, s.part, dv, 1),
+            (s.parts, s.tile_n, dv, s.part, 1),
+            (s.parts, s.tile_n, d, s.part, 1),
+            (1, s.tile_m, d, s.tile_n, s.beside),
+        ):
+            name, count = wgmma.instructions(rows, cols // beside, inner, s.consumers // beside)
+            products[name] = products.get(name, 0) + places * times * count
+        scores = s.tile_m * s.tile_n // (s.consumers * wgmma.WARPGROUP)
+        why = f"five products, in {places} places"
+        return (
+            *(Expect(name, "exactly", count, why) for name, count in products.items()),
+            Expect("MUFU.EX2", "at least", places * scores, "an exponential a score"),
+        )
+
+    def fake_args(self) -> tuple:
+        """Stand-ins for the arguments of `host`: any lengths, heads, batch and strides."""
+        return fake_args(self.plan, Elements.fake_captures(self.plan.variant))
+
+    @cute.jit
+    def host(self, q, k, v, o, lse, do, dlse, dq, dk, dv, captures, table, lse_log2, delta, sums,
+             turns, captured, scale, stream):  # fmt: skip
+        """Launch what prepares the rows, a CTA for each tile of keys, and what finishes dQ."""
+        captures = Elements.given_captures(self.plan.variant, frozenset(), captures)
+        q, k, v, o, do, dq, dk, dv = (heads_last(t) for t in (q, k, v, o, do, dq, dk, dv))
+        lse_log2, delta = rows_first(lse_log2), rows_first(delta)
+        lse, dlse = (None if t is None else rows_first(t) for t in (lse, dlse))
+        if cutlass.const_expr(self.summarise is not None):
+            self.summarise.launch(captures, table, q.shape[0], k.shape[0], stream)
+        self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, turns, stream)
+        if cutlass.const_expr(turns is not None):  # a mode of one element, for a pointer to it
+            ordered = cute.make_ordered_layout((1, *turns.shape), order=(0, 1, 2, 3))
+            turns = cute.make_tensor(turns.iterator, ordered)
+        io = Io(
+            tuple(self.tiles["q"].load_atom(q)),
+            tuple(self.tiles["k"].load_atom(k)),
+            tuple(self.tiles["v"].load_atom(v)),
+            tuple(self.tiles["do"].load_atom(do)),
+            tuple(self.strip.add_atom(sums)) if self.schedule.add == "tma" else (None, sums),
+            lse_log2,
+            delta,
+            dk,
+            dv,
+            captures,
+            table,
+            turns,
+            captured,
+            scale,
+        )
+        seqlen_k, _, kv_heads, batches = k.shape
+        n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
+        grid = self.order.tiles(n_blocks, kv_heads * batches)
+        self.launch(io, (grid, 1, 1), stream)
+        self.finish.launch(sums, dq, scale, stream)
+
+    def work(self, io: Io) -> Work:
+        """This CTA's tile; the first keys come first: under causality most queries see them."""
+        seqlen_k, _, kv_heads, batches = io.k[1].shape
+        n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
+        index, _, _ = cute.arch.block_idx()
+        row, head_of_all = self.order.at(index, n_blocks, kv_heads * batches, cutlass.min)
+        batch = head_of_all // kv_heads
+        return Work(n_blocks - 1 - row, head_of_all - batch * kv_heads, batch)
+
+    def elements(self, io: Io, head: Int32, batch: Int32) -> Elements:
+        """The variant's functions at one head of queries."""
+        lengths = (io.q[1].shape[0], io.k[1].shape[0])
+        return Elements(self.plan.variant, io.captures, io.scale, (batch, head), lengths)
+
+    def group(self, io: Io) -> Int32:
+        """Heads of queries that read one head of K and V."""
+        return io.q[1].shape[2] // io.k[1].shape[2]
+
+    def first_strip(self, io: Io, head: Int32, batch: Int32) -> Int32:
+        """The first strip of a head's sums of dQ; see sums.py."""
+        before = batch * io.q[1].shape[2] + head
+        return before * self.m_blocks(io) * self.schedule.consumers
+
+    @cute.jit
+    def producer(self, io, smem, ports, thread):
+        """Warp 0 loads, warp 1 adds dQ to its sums."""
+        for atom, _ in (io.q, io.k, io.v, io.do):
+            cpasync.prefetch_descriptor(atom)
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        w = self.work(io)
+        if warp == 0:
+            self.produce(io, smem, ports, w)
+        if cutlass.const_expr(self.schedule.add == "tma"):
+            if warp == 1:
+                self.add(io, smem, w)
+
+    @cute.jit
+    def produce(self, io, smem, ports, w):
+        """K and V, then the rows of each tile of queries that sees them, of head after head."""
+        ring, visits = ports.rows, ports.visits
+        load_k = self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0, prefetch=False)
+        load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0, prefetch=False)
+        slot_kv = ports.kv.acquire_and_advance()
+        load_k(w.n_block, slot_kv)
+        load_v(w.n_block, slot_kv)
+        slot_kv.commit()
+        for phase in cutlass.range(self.phases, unroll=1):
+            for member in cutlass.range(self.group(io), unroll=1):
+                head = w.kv_head * self.group(io) + member
+                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
+                    found, masked = self.seen(io, w, head, base, phase)
+                    while found != 0:
+                        bit = first_of(found)
+                        m_block = self.m_block(io, base + bit)
+                        found = found & (found - 1)
+                        visits = put(visits, smem.visits, 2 * m_block + (masked >> bit & 1), head)
+                        slot = ring.acquire_and_advance()
+                        self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
+                        self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
+                        slot.commit()
+        put(visits, smem.visits, Int32(END), Int32(0))
+
+    def rows(self, source, numbers, names, smem, slot, m_block, head, w) -> None:
+        """A tile of queries and its rows' numbers into a slot."""
+        tile, row = names
+        of_tile = head_of(source, head, w.batch)
+        load = self.load(tile, of_tile, getattr(smem, tile), col=0, prefetch=False)
+        load(m_block, slot)
+        mine = cute.local_tile(numbers[None, head, w.batch], (self.schedule.tile_m,), (m_block,))
+        self.tiles[row].load(mine, getattr(smem, row)[None, slot.index], slot.barrier)
+
+    @cute.jit
+    def add(self, io, smem, w):
+        """Add each tile's dQ to its sums, a strip a warpgroup; as many as `produce` loads."""
+        s = self.schedule
+        cpasync.prefetch_descriptor(io.sums[0])
+        for group in cutlass.range_constexpr(s.consumers):
+            self.barriers["empty", group].arrive_unaligned()
+        for phase in cutlass.range(self.phases, unroll=1):
+            for member in cutlass.range(self.group(io), unroll=1):
+                head = w.kv_head * self.group(io) + member
+                first = self.first_strip(io, head, w.batch)
+                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
+                    found, _ = self.seen(io, w, head, base, phase)
+                    before = self.turns(io, w, head, base) if self.plan.deterministic else None
+                    while found != 0:
+                        bit = first_of(found)
+                        m_block = self.m_block(io, base + bit)
+                        found = found & (found - 1)
+                        turn = None
+                        if cutlass.const_expr(self.plan.deterministic):
+                            mine = cute.arch.shuffle_sync(before, bit)
+                            turn = (mine, io.turns[None, m_block, head, w.batch])
+                        self.add_tile(io, smem, first + m_block * s.consumers, turn)
+
+    @cute.jit
+    def add_tile(self, io, smem, first, turn):
+        """Add the strips from `first` on, in turn if there is one."""
+        s = self.schedule
+        for group in cutlass.range_constexpr(s.consumers):
+            self.barriers["full", group].arrive_and_wait()
+            if cutlass.const_expr(turn is not None and group == 0):
+                wait_for_turn(turn[1], turn[0])
+            strip = (self.strip.rows, self.strip.cols)
+            mine = cute.local_tile(smem.sums, strip, (group, 0))
+            self.store(self.strip, io.sums, mine, (first + group, 0), wait=False)
+        self.stored()
+        for group in cutlass.range_constexpr(s.consumers):
+            self.barriers["empty", group].arrive_unaligned()
+        if cutlass.const_expr(turn is not None):
+            end_turn(turn[1])
+
+    @cute.jit
+    def consumer(self, io, smem, ports, thread):
+        """The gradients of one tile of keys."""
+        s = self.schedule
+        w = self.work(io)
+        f = Fragments(s, self.dtype, self.dims, smem, thread)
+        f.acc_dk.fill(0.0)
+        f.acc_dv.fill(0.0)
+        ring, visits = ports.rows, ports.visits
+        ports.kv.wait_and_advance()
+        place = Int32(0)
+        visits, word, head = take(visits, smem.visits)
+        if cutlass.const_expr(self.plan.deterministic):
+            while word != END:
+                at = (word, head, place, thread)
+                if word % 2 == 1:
+                    ring, place = self.step(io, smem, f, w, ring, *at, True)
+                else:
+                    ring, place = self.step(io, smem, f, w, ring, *at, False)
+                visits, word, head = take(visits, smem.visits)
+        else:
+            while word != END and word % 2 == 1:
+                ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, True)
+                visits, word, head = take(visits, smem.visits)
+            if cutlass.const_expr(self.ever_full):
+                while word != END:
+                    ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, False)
+                    visits, word, head = take(visits, smem.visits)
+        if cutlass.const_expr(s.add == "tma"):
+            group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+            self.barriers["empty", group].arrive_and_wait()
+        problem, first = self.plan.problem, w.n_block * s.tile_n
+        for acc, mma, out, factor, dim, size in (
+            (f.acc_dv, f.dv, io.dv, None, problem.head_dim_v, self.dims[1]),
+            (f.acc_dk, f.dk, io.dk, io.scale, problem.head_dim, self.dims[0]),
+        ):
+            of_head = out[None, None, w.kv_head, w.batch]
+            places = wgmma.places(mma, s.tile_n, size, thread)
+            store_rows(acc, places, of_head, first, factor, dim == size)

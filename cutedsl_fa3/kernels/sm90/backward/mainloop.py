@@ -1,0 +1,91 @@
+"""The consumers' step for one tile of queries.
+
+S^T = K Q^T    dP^T = V dO^T         both issued at once
+P = 2^(S - LSE)                      while dP runs
+dS = P * (dP - delta)
+dV += P^T dO                         from registers
+dS -> shared memory, all warpgroups meet
+dQ = dS K                            each warpgroup its share of the tile
+dK += dS^T Q                         from registers; meanwhile dQ goes to the warp that adds it
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+from cutedsl_fa3.layouts import wgmma
+
+from .operands import rounded
+from .sums import add, write
+from .weights import Weigher
+
+
+class MainLoop:
+    """What `BackwardSm90.consumer` does for each tile of queries.
+
+    Mixed into a kernel that has `schedule`, `barriers`, `sums` and `elements`.
+    """
+
+    @cute.jit
+    def step(self, io, smem, f, w, ring, word, head, place, thread,
+             masked: cutlass.Constexpr):  # fmt: skip
+        """One tile of queries; returns the ring's end and the next place of dS."""
+        s = self.schedule
+        m_block = word // 2
+        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        slot = ring.wait_and_advance()
+        products = []
+        for part in cutlass.range_constexpr(s.parts):
+            acc_s = f.multiply_scores(f.k, f.q[part], slot)
+            acc_dp = f.multiply_scores(f.v, f.do[part], slot)
+            products.append((acc_s, acc_dp))
+        weigher = self.weigher(io, head, w.batch)
+        corner = (m_block * s.tile_m, w.n_block * s.tile_n)
+        if cutlass.const_expr(s.places == 1):
+            self.barriers["ds"].arrive_and_wait()
+        for part in cutlass.range_constexpr(s.parts):
+            acc_s, acc_dp = products[part]
+            later = 2 * (s.parts - 1 - part) + part  # products of later parts, dV of earlier ones
+            warpgroup.wait_group(later + 1)
+            at = (f.places[part], corner)
+            raw = self.kept(weigher, acc_s)
+            weigher.weigh(acc_s, f.p16[part], *at, smem.lse, slot.index, masked)
+            warpgroup.wait_group(later)
+            weigher.differ(acc_s, acc_dp, *at, smem.delta, slot.index, masked, raw, smem.lse)
+            f.multiply_dv(slot, part)
+            rounded(acc_dp, f.ds16[part])
+            ds = cute.local_tile(smem.ds[None, None, place], (s.tile_n, s.part), (0, part))
+            wgmma.to_smem(f.ds16[part], ds, f.scores, thread)
+        cute.arch.fence_view_async_shared()
+        self.barriers["ds"].arrive_and_wait()
+        acc_dq = f.multiply_dq(place)
+        for part in cutlass.range_constexpr(s.parts):
+            f.multiply_dk(slot, part)
+        warpgroup.wait_group(s.parts)
+        if cutlass.const_expr(s.add == "direct"):
+            strip = self.first_strip(io, head, w.batch) + m_block * s.consumers + group
+            add(acc_dq, io.sums[1], strip, thread % wgmma.WARPGROUP)
+        else:
+            self.barriers["empty", group].arrive_and_wait()
+            strip = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), (group, 0))
+            write(acc_dq, strip, thread % wgmma.WARPGROUP)
+            cute.arch.fence_view_async_shared()
+            self.barriers["full", group].arrive_unaligned()
+        warpgroup.wait_group(0)
+        slot.release()
+        return ring, place ^ (s.places - 1)
+
+    def weigher(self, io, head, batch) -> Weigher:
+        """The variant's functions at one head of queries, and where captured tensors' parts go."""
+        sums = dict(zip(self.plan.wanted, io.captured or (), strict=True))
+        return Weigher(self.elements(io, head, batch), self.plan.variant, sums)
+
+    def kept(self, weigher: Weigher, acc: cute.Tensor) -> cute.Tensor | None:
+        """A copy of the products, where gradients of captured tensors read them again."""
+        if not weigher.keeps_products:
+            return None
+        copy = cute.make_rmem_tensor(acc.layout, acc.element_type)
+        copy.store(acc.load())
+        return copy

@@ -1,0 +1,132 @@
+"""The backward on an SM90 GPU, held to fp64 beside torch in the input type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradients import by_autograd, of_reference
+
+import cutedsl_fa3 as fa3
+from cutedsl_fa3 import Variant, masks, reference
+from cutedsl_fa3.calls_backward import backward
+from cutedsl_fa3.kernels.sm90.backward.schedule import default_schedule
+from cutedsl_fa3.problem import Problem
+from cutedsl_fa3.variant import Elementwise
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv_heads
+    (1, 1, 1, 1, 1),
+    (1, 64, 128, 1, 1),
+    (2, 77, 201, 2, 2),
+    (2, 333, 517, 2, 2),
+    (2, 300, 400, 8, 2),
+    (1, 700, 333, 6, 1),
+]
+
+
+def drawn(batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dtype=torch.bfloat16):
+    """q, k, v and the gradient of the output."""
+    shapes = ((seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads), (seqlen_q, heads))
+    return tuple(torch.randn(batch, *s, dim, device="cuda").to(dtype) for s in shapes)
+
+
+def gradients(q, k, v, do, variant, **options):
+    """The kernel's, by name."""
+    if variant.has_lse:
+        out, lse = fa3.attention_with_lse(q, k, v, variant)
+    else:
+        out, lse = fa3.attention(q, k, v, variant), None
+    found = backward(q, k, v, out, lse, do, variant, **options)
+    return {"q": found.q, "k": found.k, "v": found.v} | {
+        f"t{n}": t for n, t in found.captures.items()
+    }
+
+
+def hold(found, q, k, v, do, variant):
+    """Errors of at most twice torch's in the input type, plus one rounding."""
+    exact = of_reference(q, k, v, variant, (do, None))
+    low = by_autograd(
+        lambda *given: reference.attention(*given, dtype=q.dtype), q, k, v, variant, (do, None)
+    )
+    for name, t in found.items():
+        error, of_torch = ((x.double() - exact[name]).abs().max() for x in (t, low[name]))
+        rounding = torch.finfo(q.dtype).eps * exact[name].abs().max()
+        assert torch.isfinite(t).all(), name
+        assert error <= 2 * of_torch + rounding, (name, error, of_torch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", [None, masks.causal, masks.window(100, 30)])
+def test_gradients_match_fp64_on_every_tail_and_ratio(dtype, dim, shape, mask):
+    variant = Variant(mask=mask)
+    q, k, v, do = drawn(*shape, dim, dtype=dtype)
+    hold(gradients(q, k, v, do, variant), q, k, v, do, variant)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_gradient_of_a_sum_has_no_strides(dim):
+    variant = Variant(mask=masks.causal)
+    q, k, v, do = drawn(2, 200, 200, 2, 2, dim)
+    do = torch.ones((), device="cuda", dtype=q.dtype).expand(do.shape)
+    hold(gradients(q, k, v, do, variant), q, k, v, do, variant)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("add", ["tma", "direct"])
+def test_both_ways_to_add_dq_agree_with_fp64(dim, add):
+    from dataclasses import replace
+
+    variant = Variant(mask=masks.causal)
+    schedule = replace(default_schedule(variant, Problem("bf16", dim, dim)), add=add)
+    q, k, v, do = drawn(2, 333, 517, 2, 2, dim)
+    hold(gradients(q, k, v, do, variant, schedule=schedule), q, k, v, do, variant)
+
+
+def test_rows_that_see_nothing_and_keys_that_nobody_sees_get_exactly_0():
+    variant = Variant(mask=lambda b, h, q, k: (q >= 150) & (k < 300) & (k <= q))
+    q, k, v, do = drawn(1, 400, 400, 2, 2, 128)
+    found = gradients(q, k, v, do, variant)
+    assert not found["q"][:, :150].any()
+    assert not found["k"][:, 300:].any()
+    assert not found["v"][:, 300:].any()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [None, masks.causal, masks.window(300, 0)])
+def test_a_fixed_order_gives_equal_bits_in_30_runs(dim, mask):
+    variant = Variant(mask=mask)
+    q, k, v, do = drawn(2, 1500, 1500, 4, 2, dim)
+    first = gradients(q, k, v, do, variant, deterministic=True)
+    for _ in range(30):
+        again = gradients(q, k, v, do, variant, deterministic=True)
+        assert all(torch.equal(first[name], t) for name, t in again.items())
+
+
+def captured_cases():
+    slopes, table = torch.rand(4, device="cuda"), torch.randn(4, 512, device="cuda")
+    temperature = torch.tensor(0.7, device="cuda")
+    return {
+        "slopes": Variant(lambda s, b, h, q, k: s + slopes[h] * 0.1 * (k - q), masks.causal),
+        "keys": Variant(lambda s, b, h, q, k: s + table[h, k], masks.causal),
+        "distances": Variant(
+            lambda s, b, h, q, k: s + table[h, torch.clamp(q - k, 0, 511)], masks.causal
+        ),
+        "temperature": Variant(
+            lambda s, b, h, q, k: 5.0 * torch.tanh(s * temperature / 5.0), masks.causal
+        ),
+        "weights": Variant(
+            lambda s, b, h, q, k: s + slopes[h], masks.causal, Elementwise(torch.sigmoid)
+        ),
+    }
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["slopes", "keys", "distances", "temperature", "weights"])
+def test_scores_weights_and_what_they_capture_get_gradients(dim, name):
+    variant = captured_cases()[name]
+    q, k, v, do = drawn(2, 300, 400, 4, 2, dim)
+    found = gradients(q, k, v, do, variant, wanted=(0,))
+    hold(found, q, k, v, do, variant)
