@@ -114,20 +114,20 @@ class Alike(Repairs, WarpSpecialized):
         self.smem.check()
 
     @property
-    def places(self) -> int:
+    def loops(self) -> int:
         """Where the code has both products: the loop over masked tiles, and that over full ones."""
         return 1 + int(self.ever_full)
 
     def exponentials(self, rows: int) -> Expect:
         """One a score and one a row to rescale, for each place; `rows` are those of a thread."""
         cols = self.schedule.tile_m * self.schedule.tile_n // (self.threads * rows)
-        count = self.places * rows * (cols + 1)
+        count = self.loops * rows * (cols + 1)
         return Expect("MUFU.EX2", "at least", count, "an exponential a score, and one a row")
 
     def sync_products(self) -> tuple[Expect, ...]:
         """What products by mma.sync promise: QK, PV, and ldmatrix of Q, K and V, once a place."""
         s, (d, dv) = self.schedule, self.plan.problem.tile_dims
-        warps, places = self.roles["all"].warps, self.places
+        warps, places = self.roles["all"].warps, self.loops
         name, qk = mma_sync.instructions(s.tile_m, s.tile_n, d, warps)
         _, pv = mma_sync.instructions(s.tile_m, dv, s.tile_n, warps)
         loads = mma_sync.loads_of_a(s.tile_m, d, warps)

@@ -75,7 +75,7 @@ class CpAsync(Alike):
 
     def expected(self) -> tuple[Expect, ...]:
         """What tiles and warps promise about the machine code."""
-        ahead, places = self.schedule.stages - 1, self.places
+        ahead, places = self.schedule.stages - 1, self.loops
         copies = self.chunks("q") + (ahead + places) * (self.chunks("k") + self.chunks("v"))
         why = f"Q, {ahead} tiles ahead, and one in each of {places} places"
         return (

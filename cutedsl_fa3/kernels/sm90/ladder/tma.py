@@ -55,7 +55,7 @@ class Tma(Alike):
 
     def expected(self) -> tuple[Expect, ...]:
         """What tiles, rings and warps promise about the machine code."""
-        sites = (self.schedule.stages - 1) + self.places
+        sites = (self.schedule.stages - 1) + self.loops
         loads = {"q": 1, "k": sites, "v": sites}
         common = self.common_expectations(loads, {"o": self.tiles["o"]}, rank=4)
         return (*common, Expect("LDGSTS", "none", 0, "TMA copies"), *self.products())
@@ -183,9 +183,9 @@ class TmaWgmma(Tma):
         s, (d, dv) = self.schedule, self.plan.problem.tile_dims
         qk_name, qk = wgmma.instructions(s.tile_m, s.tile_n, d, s.consumers)
         pv_name, pv = wgmma.instructions(s.tile_m, dv, s.tile_n, s.consumers)
-        counts = {qk_name: self.places * qk}
-        counts[pv_name] = counts.get(pv_name, 0) + self.places * pv
-        why = f"QK and PV, in {self.places} places"
+        counts = {qk_name: self.loops * qk}
+        counts[pv_name] = counts.get(pv_name, 0) + self.loops * pv
+        why = f"QK and PV, in {self.loops} places"
         return (
             *(Expect(name, "exactly", count, why) for name, count in counts.items()),
             Expect("LDSM", "none", 0, "WGMMA reads shared memory"),
