@@ -211,8 +211,8 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             Expect(
                 "MUFU.EX2",
                 "at least",
-                places * rows * (cols + 1),
-                "an exponential a score, and one a row to rescale",
+                places * rows * (cols + int(not self.plan.bounded)),
+                "an exponential a score, and one a row to rescale unless its maximum stays",
             ),
         )
         return (
