@@ -9,11 +9,10 @@ import torch
 
 from . import cache
 from .backward import Gradients
-from .errors import Unsupported
+from .errors import LayoutError, Unsupported
 from .inputs import (
-    ALIGNED,
-    FARTHEST,
     NAMES,
+    addressable,
     as_numbers,
     check_addresses,
     check_tensors,
@@ -162,20 +161,11 @@ def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _readable(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where TMA or a vector load could not read its rows."""
-    size = t.element_size()
-    legal = all(
-        n == 1 or (s * size % ALIGNED == 0 and s * size < FARTHEST)
-        for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)
-    )
-    if t.stride(3) != 1 or not legal:
+    """The tensor as TMA can read it, or a copy of it where it cannot."""
+    try:
+        return addressable("tensor", t)
+    except LayoutError:
         return t.clone(memory_format=torch.contiguous_format)
-    if t.data_ptr() % ALIGNED:
-        return t.clone(memory_format=torch.contiguous_format)
-    strides = tuple(
-        s if s * size % ALIGNED == 0 and s * size < FARTHEST else t.shape[3] for s in t.stride()[:3]
-    )
-    return t if strides == t.stride()[:3] else t.as_strided(t.shape, (*strides, 1))
 
 
 def _launcher(

@@ -7,7 +7,7 @@ variants of one size, timed together, because each of ours is compared with our 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 
 import torch
@@ -175,6 +175,11 @@ def groups(
     names = list(dict.fromkeys([*variants, PLAIN]))
     sizes = (seqlen, seqlen, batch, heads, heads)
     return [[checked(Case(name, dtype, *dims, *sizes)) for name in names] for dims in head_dims]
+
+
+def of_row(row: object) -> Case:
+    """The problem that a record's row was measured on."""
+    return Case(**{field.name: getattr(row, field.name) for field in fields(Case)})
 
 
 def checked(case: Case) -> Case:

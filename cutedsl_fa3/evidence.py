@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 
-from .cases import Case, Grid, shown
+from .cases import Case, Grid, of_row, shown
 from .named import Lengths, named
 from .pipelines import Schedule
 from .plans import Plan
@@ -76,8 +76,8 @@ def alternatives(row: Row, case: Case) -> list[Schedule]:
     """The row's schedule for a case, then the legal ones that are measured beside it.
 
     They differ in one field that rows choose; a third warpgroup may have fewer keys besides, and
-    more warpgroups have a multiprocessor for themselves. Plain
-    causal is also tried with other groups of heads.
+    other numbers of warpgroups have a multiprocessor for themselves. Plain causal is also tried
+    with other groups of heads.
     """
     variant, problem = _variant(case), Problem(*case.problem)
     base = row.schedule(masked=variant.mask is not None)
@@ -234,8 +234,7 @@ def recorded(row: Row) -> Record | None:
 def _by_case(record: Record) -> dict[Case, list[ScheduleRow]]:
     found: dict[Case, list[ScheduleRow]] = {}
     for row in record.rows:
-        sizes = {field.name: getattr(row, field.name) for field in fields(Case)}
-        found.setdefault(Case(**sizes), []).append(row)
+        found.setdefault(of_row(row), []).append(row)
     return found
 
 

@@ -75,7 +75,7 @@ def attention(
     Without `schedule` the one that `tune` kept for such a call, else the measured table's.
     Differentiable, once, on CPU tensors: in q, k, v, in captured floating tensors and in a sink;
     `deterministic` asks for gradients that are equal bit by bit each time. On a GPU asking for a
-    gradient raises Unsupported: there is no backward kernel yet.
+    gradient raises Unsupported: the backward kernels are not behind it yet.
     Raises: Unsupported, LayoutError, ScheduleError, VariantError before any launch.
     """
     variant = PLAIN if variant is None else variant

@@ -7,11 +7,11 @@ table's. So what does not pay stays known, and a row of the table can be asked w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .cases import Case, shown
+from .cases import Case, of_row, shown
 from .named import named
 from .pipelines import Schedule
 from .plans import Plan
@@ -142,17 +142,19 @@ def page(record: Record) -> str:
         f"{meta['commit'][:7]}; every sample is in `notebooks/data`. "
         "Written by `python -m cutedsl_fa3 leads`."
     ]
-    rows = {(_case(row), _key(row.schedule)): row for row in record.rows}
+    rows: dict[Case, list[ScheduleRow]] = {}
+    for row in record.rows:
+        rows.setdefault(of_row(row), []).append(row)
     for lead in LEADS:
         names = [_named(change) for change in lead.changes]
         lines = [" | ".join(("problem", "chosen", *names)), " | ".join(["---"] * (len(names) + 2))]
         for case in lead.cases:
-            base = rows.get((case, _key(asdict(chosen(case)))))
+            base = _of(chosen(case), rows.get(case, ()))
             if base is None:
                 continue
             speeds = dict.fromkeys(names, "")
             for change, schedule in tried(lead, case):
-                row = rows.get((case, _key(asdict(schedule))))
+                row = _of(schedule, rows[case])
                 if row is not None:
                     speeds[_named(change)] = f"{base.ms / row.ms:.3f}"
             lines.append(" | ".join((_said(case), f"{base.tflops:.0f}", *speeds.values())))
@@ -161,13 +163,9 @@ def page(record: Record) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _case(row: ScheduleRow) -> Case:
-    return Case(**{field.name: getattr(row, field.name) for field in fields(Case)})
-
-
-def _key(schedule: Mapping[str, Any]) -> tuple:
-    whole = {field.name: field.default for field in fields(Schedule)} | dict(schedule)
-    return tuple(sorted(whole.items()))
+def _of(schedule: Schedule, rows: Iterable[ScheduleRow]) -> ScheduleRow | None:
+    """The row of a schedule."""
+    return next((row for row in rows if row.follows(schedule)), None)
 
 
 def _named(change: Change) -> str:

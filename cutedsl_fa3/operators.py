@@ -30,7 +30,7 @@ Options = tuple[float | None, Schedule | None, bool]  # scale, schedule, determi
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts; never float64
 
 NO_KERNEL = (
-    "attention has no backward kernel yet; cutedsl_fa3.reference.attention is differentiable and "
+    "attention has no backward on a GPU yet; cutedsl_fa3.reference.attention is differentiable and "
     "computes the same variant, and CPU tensors have a backward"
 )
 FORWARD_MODE = (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .problem import Problem
 from .variant import Variant
+from .variant.derive import of_element
 from .variant.pairs import dense
 from .variant.summaries import table_shape
 from .variant.tiles import by_tile
@@ -80,6 +81,10 @@ class BackwardPlan:
     def key_text(self) -> str:
         """Everything that affects the code: equal text means equal code."""
         lines = ["backward", str(self.problem), repr(self.schedule), self.variant.text]
+        derived = of_element(self.variant)  # which equal functions may differ in, by `detach`
+        if derived is not None:
+            lines += [f"by {name}:\n{graph.text}" for name, graph in derived.inputs.items()]
+            lines += [repr(loaded) for loaded in derived.loads]
         rows = dense(self.variant)
         lines += [f"dense rows: {', '.join(f't{n}' for n in sorted(rows))}"] if rows else []
         lines += ["deterministic"] if self.deterministic else []

@@ -27,6 +27,15 @@ def backward_plan(head_dim: int, mask=None, **changes) -> BackwardPlan:
     return replace(plan, schedule=replace(plan.schedule, **changes))
 
 
+def test_equal_functions_with_other_derivatives_are_other_kernels():
+    moving = Variant(lambda s, b, h, q, k: s * 0.5 + s)
+    still = Variant(lambda s, b, h, q, k: s * 0.5 + s.detach())
+    assert moving.text == still.text
+    problem = Problem("bf16", 64, 64)
+    keys = {BackwardPlan.default(variant, problem).key_text for variant in (moving, still)}
+    assert len(keys) == 2
+
+
 def arguments(plan: BackwardPlan, batch, seqlen_q, seqlen_k, heads, kv_heads) -> tuple:
     """Of the compiled host function, on torch's meta device."""
     d, s = plan.problem.head_dim, plan.schedule

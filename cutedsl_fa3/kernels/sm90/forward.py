@@ -281,14 +281,16 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         batch = head_of_all // heads
         return m_block, head_of_all - batch * heads, batch
 
-    def work(self, io: Io, m_block: Int32, head: Int32, batch: Int32, inside: tuple = (0,)) -> Work:
+    def work(
+        self, io: Io, m_block: Int32, head: Int32, batch: Int32, of_pack: tuple = (0,)
+    ) -> Work:
         """A work tile, computed alike by every role.
 
-        `inside` are heads of the pack, as `Fragments.heads`; key tiles do not depend on them.
+        `of_pack` are heads of the pack, as `Fragments.heads`; key tiles do not depend on them.
         """
         s, lengths = self.schedule, (self.seqlen_q(io), io.k[1].shape[0])
         variant, pairs = self.plan.variant, self.plan.pairs
-        heads = head if s.pack == 1 else tuple(head * s.pack + each for each in inside)
+        heads = head if s.pack == 1 else tuple(head * s.pack + each for each in of_pack)
         place, bounded = (batch, heads), self.plan.bounded
         elements = Elements(variant, io.captures, io.scale, place, lengths, pairs, bounded)
         runs = elements.runs(m_block, s.queries, s.tile_n)
