@@ -1,0 +1,163 @@
+"""A debug build whose roles note the clock before and after every wait, of one CTA.
+
+    stamped(kernel)      the kernel's debug build: its `host` takes (arguments, stamps, stream)
+
+One thread of each warpgroup notes a pair (what, clock) in global memory (stamps.py), the others
+nothing. It is a store under a predicate, not a branch: between the issue of a WGMMA and its wait a
+branch would serialise it. How far a lane is stands in a register, so nothing is read; a lane whose
+room is used up goes on counting.
+
+The clock is the SM's own counter (%clock): one step is a clock of the SM, and all warps of a CTA
+read the same. %globaltimer counts nanoseconds and is updated every 32 ns or less often, 60 clocks,
+which is as long as most waits. Differences of its low 32 bits are right for two seconds.
+
+What lies between two waits is noted only by them, since the compiler moves arithmetic across a
+stamp, but no wait and no other stamp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from .debug_build import DebugBuild, derived
+from .kernel import WarpSpecialized
+from .ring import WORD_BYTES
+from .roles import WARP
+from .stamps import PAIR, ROOM, StampPlan
+
+PAIR_BYTES = PAIR * WORD_BYTES
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """Where the stamps of which CTA go.
+
+    Units: `address` of `StampPlan.words` words of device memory; `cta` counts CTAs along x first.
+    """
+
+    address: Int64
+    cta: Int32
+
+
+def stamped(kernel: WarpSpecialized, room: int = ROOM) -> Stamped:
+    """The debug build of a kernel, with room for so many stamps a lane.
+
+    Its `host` takes a tuple of what the kernel's own takes before the stream, `Stamps`, and the
+    stream.
+
+    Raises: ScheduleError for what is no WarpSpecialized kernel, and for room that makes no sense.
+    """
+    made = derived(Stamped, kernel, "stamped")
+    made.stamp_plan = StampPlan.of(kernel, room)
+    return made
+
+
+class Stamped(DebugBuild):
+    """Mixed into a kernel's class by `stamped`."""
+
+    kind: ClassVar[str] = "stamped"
+    noter: Stamper | None  # while the kernel is traced
+    stamp_plan: StampPlan
+
+    @property
+    def says(self) -> str:  # type: ignore[override]
+        """What its key text says besides."""
+        return f"warps note the clock at their waits, {self.stamp_plan.room} stamps a lane"
+
+    def fake_extra(self) -> Stamps:
+        """A stand-in for the stamps' place."""
+        return Stamps(Int64(0), Int32(0))
+
+    # Traced from here on.
+
+    def begin(self, mbarriers: cute.Pointer, extra: Stamps) -> Stamper:
+        """What notes the clock for this thread."""
+        return Stamper(self.stamp_plan, extra)
+
+    def run_role(
+        self,
+        name: str,
+        io: object,
+        smem: SimpleNamespace,
+        ports: SimpleNamespace,
+        thread: Int32,
+    ) -> None:
+        """The role, with its beginning and its end."""
+        self._stamper.note(self.stamp_plan.code("role"))
+        super().run_role(name, io, smem, ports, thread)
+        self._stamper.close()
+
+    def complete(self, product: str, running: int = 0) -> None:
+        """Wait for products, noted."""
+        self._stamper.note(self.stamp_plan.code(product))
+        super().complete(product, running)
+        self._stamper.note(self.stamp_plan.code(product, ends=True))
+
+    def stored(self) -> None:
+        """Wait for stores, noted."""
+        self._stamper.note(self.stamp_plan.code("store"))
+        super().stored()
+        self._stamper.note(self.stamp_plan.code("store", ends=True))
+
+    def epilogue(self, *arguments: Any) -> Any:
+        """The kernel's own, with its beginning and its end."""
+        self._stamper.note(self.stamp_plan.code("epilogue"))
+        found = self._of.epilogue(self, *arguments)  # type: ignore[attr-defined]
+        self._stamper.note(self.stamp_plan.code("epilogue", ends=True))
+        return found
+
+    @property
+    def _stamper(self) -> Stamper:
+        assert self.noter is not None
+        return self.noter
+
+
+class Stamper:
+    """Where this thread's next stamp goes; nowhere for a thread that stands for no lane."""
+
+    def __init__(self, plan: StampPlan, stamps: Stamps) -> None:
+        self.plan, self.address = plan, stamps.address
+        block, (width, _, _) = cute.arch.block_idx(), cute.arch.grid_dim()
+        here = block[0] + width * block[1] == stamps.cta
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        start, end = Int32(0), Int32(0)
+        for number, (_, first) in enumerate(plan.lanes):
+            mine = here & (warp == first) & (lane == 0)
+            start = Int32(cutlass.select_(mine, number * plan.room, start))
+            end = Int32(cutlass.select_(mine, (number + 1) * plan.room, end))
+        self.end = end
+        self.next = cute.make_rmem_tensor(1, Int32)
+        self.next[0] = start + 1
+
+    def begin_wait(self, place: int | Int32, index: Any = 0, phase: Any = 0) -> None:
+        """A wait begins."""
+        self.note(2 * place)
+
+    def end_wait(self, place: int | Int32) -> None:
+        """A wait ends."""
+        self.note(2 * place + 1)
+
+    def note(self, code: int | Int32) -> None:
+        """Note the clock."""
+        self._store(self.next[0], Int32(code))
+        self.next[0] = self.next[0] + 1
+
+    def close(self) -> None:
+        """Note how many stamps there were, and the clock, before them."""
+        start = self.end - self.plan.room
+        self._store(start, self.next[0] - start - 1)
+
+    def _store(self, at: Int32, word: Int32) -> None:
+        """A pair, where there is room; `end` is 0 for a thread that notes nothing."""
+        cute.arch.inline_ptx(
+            "{ .reg .pred inside; .reg .b64 place; setp.lt.u32 inside, {$r0}, {$r1}; "
+            "mad.wide.u32 place, {$r0}, 8, {$r2}; @inside st.global.b32 [place], {$r3}; "
+            "@inside st.global.b32 [place+4], {$r4}; }",
+            read_only_args=[at, self.end, self.address, word, cute.arch.clock()],
+        )
