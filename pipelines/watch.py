@@ -72,7 +72,9 @@ def watched(kernel: WarpSpecialized) -> Watched:
 
     Raises: ScheduleError for what is no WarpSpecialized kernel.
     """
-    return derived(Watched, kernel, "watched")
+    made = derived(Watched, kernel, "watched")
+    made.residents = 1  # a share of the registers leaves none for the watch
+    return made
 
 
 class Watched(DebugBuild):

@@ -73,6 +73,18 @@ def test_tiles_of_several_heads_hang_race_and_lose_no_more(kind: str, pack: int)
     assert max(copied["q"]) >= 3 and max(copied["k"]) > plan.schedule.stages + 2
 
 
+def test_heads_in_a_tile_whose_reads_end_apart_leave_no_warp_in_another_loop() -> None:
+    """Where the table ends for one head of a tile it does not for the next: all reads are clamped.
+
+    The warps of 64 rows, which see different heads, multiply together: they must not disagree.
+    """
+    flat = torch.zeros(8 * 129)
+    variant = Variant(lambda s, b, h, q, k: s + flat[h * 129 + k - q + 64], masks.causal)
+    plan = Plan.default(variant, Problem("bf16", 128, 128))
+    verdict = check_pipeline(replace(plan, schedule=replace(plan.schedule, pack=64)))
+    assert verdict.ok, str(verdict)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", configs.every(), ids=configs.label)
 def test_no_configuration_can_hang_race_or_lose_a_tile(plan: Plan) -> None:
