@@ -8,8 +8,9 @@ branch would serialise it. How far a lane is stands in a register, so nothing is
 room is used up goes on counting.
 
 The clock is the SM's own counter (%clock): one step is a clock of the SM, and all warps of a CTA
-read the same. %globaltimer counts nanoseconds and is updated every 32 ns or less often, 60 clocks,
-which is as long as most waits. Differences of its low 32 bits are right for two seconds.
+read the same. Differences of its low 32 bits are right for two seconds. %globaltimer counts
+nanoseconds and is updated every 32 ns or less often, 60 clocks, which is as long as most waits; a
+lane notes it at its ends, which says how fast the SM ran.
 
 What lies between two waits is noted only by them, since the compiler moves arithmetic across a
 stamp, but no wait and no other stamp.
@@ -27,11 +28,7 @@ from cutlass import Int32, Int64
 
 from .debug_build import DebugBuild, derived
 from .kernel import WarpSpecialized
-from .ring import WORD_BYTES
-from .roles import WARP
-from .stamps import PAIR, ROOM, StampPlan
-
-PAIR_BYTES = PAIR * WORD_BYTES
+from .stamps import FIRST, ROOM, StampPlan
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Stamped(DebugBuild):
         thread: Int32,
     ) -> None:
         """The role, with its beginning and its end."""
-        self._stamper.note(self.stamp_plan.code("role"))
+        self._stamper.open()
         super().run_role(name, io, smem, ports, thread)
         self._stamper.close()
 
@@ -133,7 +130,7 @@ class Stamper:
             end = Int32(cutlass.select_(mine, (number + 1) * plan.room, end))
         self.end = end
         self.next = cute.make_rmem_tensor(1, Int32)
-        self.next[0] = start + 1
+        self.next[0] = start + FIRST
 
     def begin_wait(self, place: int | Int32, index: Any = 0, phase: Any = 0) -> None:
         """A wait begins."""
@@ -145,19 +142,26 @@ class Stamper:
 
     def note(self, code: int | Int32) -> None:
         """Note the clock."""
-        self._store(self.next[0], Int32(code))
+        self._store(self.next[0], Int32(code), cute.arch.clock())
         self.next[0] = self.next[0] + 1
 
-    def close(self) -> None:
-        """Note how many stamps there were, and the clock, before them."""
-        start = self.end - self.plan.room
-        self._store(start, self.next[0] - start - 1)
+    def open(self) -> None:
+        """The role begins."""
+        clock = cute.arch.clock()
+        self._store(self.end - self.plan.room + 1, clock, cute.arch.globaltimer_lo())
+        self.note(self.plan.code("role"))
 
-    def _store(self, at: Int32, word: Int32) -> None:
+    def close(self) -> None:
+        """The role ends: its last stamp, and how many there were."""
+        self.note(self.plan.code("role", ends=True))
+        start = self.end - self.plan.room
+        self._store(start, self.next[0] - start - FIRST, cute.arch.globaltimer_lo())
+
+    def _store(self, at: Int32, word: Int32, other: Int32) -> None:
         """A pair, where there is room; `end` is 0 for a thread that notes nothing."""
         cute.arch.inline_ptx(
             "{ .reg .pred inside; .reg .b64 place; setp.lt.u32 inside, {$r0}, {$r1}; "
             "mad.wide.u32 place, {$r0}, 8, {$r2}; @inside st.global.b32 [place], {$r3}; "
-            "@inside st.global.b32 [place+4], {$r4}; }",
-            read_only_args=[at, self.end, self.address, word, cute.arch.clock()],
+            "@inside st.global.b32 [place + 4], {$r4}; }",
+            read_only_args=[at, self.end, self.address, word, other],
         )

@@ -1,13 +1,16 @@
 """What the words of a stamped kernel mean: which lane noted what, at which clock.
 
     lane    the first thread of each warpgroup of each role; of a role of fewer warps, of its first
-    words   lane after lane, `room` pairs of (code, clock) each; the first pair of a lane is how many
-            stamps it noted, also beyond its room, and its clock at the end
+    words   lane after lane, `room` pairs each, unsigned
+    pair 0  how many stamps the lane noted, also beyond its room; nanoseconds at its end
+    pair 1  clock and nanoseconds at its beginning
+    others  (code, clock), a stamp each
     code    2 * place + (0: begins, 1: ends)
     place   2 * ring: waits for `empty`, 2 * ring + 1: for `full`, then the named barriers by
             number, then `NAMED`: waits for a product or a store, an epilogue, the role as a whole
 
-The clock is the low word of the SM's own, which all warps of a CTA share.
+Clocks are low words of the SM's own counter, which all warps of a CTA share; nanoseconds those of
+%globaltimer.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from .roles import WARPS_PER_GROUP, Role, first_warps
 from .schedule import ScheduleError, is_whole
 
 PAIR = 2  # words of a stamp
-ROOM = 4096  # stamps of a lane, its first pair included
+ROOM = 4096  # pairs of a lane
+FIRST = 2  # the pair of the first stamp
 LEAST_ROOM, MOST_ROOM = 16, 1 << 20
 
 NAMED = ("QK", "PV", "product", "store", "epilogue", "role")
@@ -43,7 +47,9 @@ class Tables(Protocol):
 class StampPlan:
     """The lanes of a kernel and the words of its stamps; `lanes`: (name, first warp).
 
-    Raises: ScheduleError for room for too few stamps or too many.
+    `room`: pairs of a lane.
+
+    Raises: ScheduleError for room for too few or too many.
     """
 
     lanes: tuple[tuple[str, int], ...]
@@ -53,7 +59,7 @@ class StampPlan:
     def __post_init__(self) -> None:
         if not is_whole(self.room) or not LEAST_ROOM <= self.room <= MOST_ROOM:
             raise ScheduleError(
-                f"room = {self.room!r}: {LEAST_ROOM} to {MOST_ROOM} stamps a lane are needed"
+                f"room = {self.room!r}: a whole number from {LEAST_ROOM} to {MOST_ROOM} is needed"
             )
 
     @classmethod

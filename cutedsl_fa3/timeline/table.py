@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 Kind = Literal["work", "wait"]
 Origin = Literal["predicted", "measured"]
@@ -70,8 +70,8 @@ class Interval:
 class Timeline:
     """The intervals of one CTA, lane by lane in the order of its tables, each in its order.
 
-    `title`: kernel and schedule. `cta`: its index in the grid. `dropped`: stamps of a measured one
-    that found no room. `meta`: what a record says besides (record.py), of a measured one.
+    `title`: kernel and schedule. `cta`: its index in the grid. Of a measured one, `dropped`: stamps
+    that found no room, `ghz`: how fast the SM ran, where that could be told.
 
     Raises: TimelineError for intervals that end before they begin or overlap within their lane.
     """
@@ -81,7 +81,7 @@ class Timeline:
     intervals: tuple[Interval, ...]
     cta: int = 0
     dropped: int = 0
-    meta: dict[str, Any] = field(default_factory=dict)
+    ghz: float | None = None
 
     def __post_init__(self) -> None:
         before: dict[str, Interval] = {}
@@ -154,7 +154,7 @@ class Timeline:
             for e in self.intervals
             if e.end > start and e.start < end
         )
-        return Timeline(self.origin, self.title, cut, self.cta, self.dropped, self.meta)
+        return Timeline(self.origin, self.title, cut, self.cta, self.dropped, self.ghz)
 
     def rows(self) -> Iterator[tuple[str, str, str, int, float, float]]:
         """The plain table."""
@@ -165,8 +165,8 @@ class Timeline:
         """As JSON, an interval a line."""
         rows = ",\n".join(f"    {json.dumps(asdict(each))}" for each in self.intervals)
         head = {k: v for k, v in asdict(self).items() if k != "intervals"}
-        meta = json.dumps(head, indent=2)[:-2]
-        return f'{meta},\n  "intervals": [\n{rows}\n  ]\n}}'
+        before = json.dumps(head, indent=2).removesuffix("\n}")
+        return f'{before},\n  "intervals": [\n{rows}\n  ]\n}}'
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
@@ -185,6 +185,8 @@ class Timeline:
         head = f"{self.origin}: {self.title}, CTA {self.cta}: {self.clocks:,.0f} clocks"
         tile = self.clocks_a_tile()
         lines = [head + ("" if tile is None else f", {tile:,.0f} from key tile to key tile")]
+        if self.ghz:
+            lines[0] += f", at {self.ghz:.2f} GHz"
         if self.dropped:
             lines.append(f"  {self.dropped} stamps found no room: the end is missing")
         width = max(map(len, self.lanes), default=0)

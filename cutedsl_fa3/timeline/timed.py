@@ -60,7 +60,7 @@ class Warp:
     at: int = 0
     waits_since: float | None = None
     fulls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    todo: deque[Task] = field(default_factory=deque)
+    todo: deque[tuple[Task, int]] = field(default_factory=deque)  # with their tile
     reads: list[str] = field(default_factory=list)  # tiles of the group that is open
     prepared: bool = False
     groups: deque[Product] = field(default_factory=deque)
@@ -153,7 +153,7 @@ class Clockwork:
         """Steps of a warp until time passes for it, or it is held."""
         while True:
             if warp.todo:
-                return self._task(warp, warp.todo.popleft(), now)
+                return self._task(warp, *warp.todo.popleft(), now)
             if warp.at >= len(warp.program):
                 return None
             event = warp.program[warp.at]
@@ -163,14 +163,14 @@ class Clockwork:
             if after > now:
                 return self._later(after, warp)
 
-    def _task(self, warp: Warp, task: Task, now: float) -> None:
+    def _task(self, warp: Warp, task: Task, tile: int, now: float) -> None:
         """A step on a pipe that the warps of a quarter share."""
         pipe = task.pipe, warp.quarter
         start = max(now, self.free[pipe])
         end = start + task.clocks
         self.free[pipe] = end
-        self._note(warp, "wait", task.pipe, now, start)
-        self._note(warp, "work", task.what, start, end + task.waited)
+        self._note(warp, "wait", task.pipe, now, start, tile)
+        self._note(warp, "work", task.what, start, end + task.waited, tile)
         self._later(end + task.waited, warp)
 
     # Each of these is a kind of event: when the warp goes on, or None where it is held or was told.
@@ -246,7 +246,7 @@ class Clockwork:
             warp.reads = self.names.tiles(event.region)
             what, _ = self.costs.product(warp.reads)
             warp.tile = self._tile_of(warp)
-            warp.todo.extend(self.costs.before(what, warp.tile))
+            self._do(warp, self.costs.before(what, warp.tile), warp.tile)
             return now
         warp.at += 1
         return now
@@ -287,15 +287,18 @@ class Clockwork:
         self._note(warp, "wait", over[-1].what, now, end, over[-1].tile)
         for product in over:
             warp.tile = product.tile
-            warp.todo.extend(self.costs.at_once(product.what, product.tile))
+            self._do(warp, self.costs.at_once(product.what, product.tile), product.tile)
             if self.costs.after_p(product.what, product.tile):
                 warp.owed = product.what, product.tile
         if warp.owed is not None and not warp.groups:
-            warp.todo.extend(self.costs.after_p(*warp.owed))
+            self._do(warp, self.costs.after_p(*warp.owed), warp.owed[1])
             warp.owed = None
         for product in over:
-            warp.todo.extend(self.costs.last(product.what, product.tile))
+            self._do(warp, self.costs.last(product.what, product.tile), product.tile)
         return end
+
+    def _do(self, warp: Warp, tasks: tuple[Task, ...], tile: int) -> None:
+        warp.todo.extend((task, tile) for task in tasks)
 
     def _store(self, warp: Warp, event: Event, now: float) -> float:
         issued = now + self.latencies.tma_issue
