@@ -12,8 +12,10 @@ read the same. Differences of its low 32 bits are right for two seconds. %global
 nanoseconds and is updated every 32 ns or less often, 60 clocks, which is as long as most waits; a
 lane notes it at its ends, which says how fast the SM ran.
 
-What lies between two waits is noted only by them, since the compiler moves arithmetic across a
-stamp, but no wait and no other stamp.
+What lies between two waits is noted only by them: the compiler moves arithmetic across a stamp, but
+no wait and no other stamp. So a stamp at a wait that the compiler moves up would hold it where the
+source has it. There is one such wait in the forward, and a kernel that has a `waits_early` is told
+to wait there in the first place.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def stamped(kernel: WarpSpecialized, room: int = ROOM) -> Stamped:
     Raises: ScheduleError for what is no WarpSpecialized kernel, and for room that makes no sense.
     """
     made = derived(Stamped, kernel, "stamped")
+    made.waits_early = True
     made.stamp_plan = StampPlan.of(kernel, room)
     return made
 
@@ -61,6 +64,7 @@ class Stamped(DebugBuild):
     kind: ClassVar[str] = "stamped"
     noter: Stamper | None  # while the kernel is traced
     stamp_plan: StampPlan
+    waits_early: bool
 
     @property
     def says(self) -> str:  # type: ignore[override]
@@ -131,6 +135,8 @@ class Stamper:
         self.end = end
         self.next = cute.make_rmem_tensor(1, Int32)
         self.next[0] = start + FIRST
+        self.clock = cute.make_rmem_tensor(1, Int32)  # of the last stamp, which is still to be stored
+        self.clock[0] = Int32(0)
 
     def begin_wait(self, place: int | Int32, index: Any = 0, phase: Any = 0) -> None:
         """A wait begins."""
@@ -141,19 +147,27 @@ class Stamper:
         self.note(2 * place + 1)
 
     def note(self, code: int | Int32) -> None:
-        """Note the clock."""
-        self._store(self.next[0], Int32(code), cute.arch.clock())
-        self.next[0] = self.next[0] + 1
+        """Note the clock. It is stored with the next stamp: nothing waits until it is read."""
+        at = self.next[0]
+        cute.arch.inline_ptx(
+            "{ .reg .pred inside, before; .reg .b32 last; .reg .b64 place; sub.u32 last, {$r0}, 1; "
+            "setp.lt.u32 inside, {$r0}, {$r1}; setp.lt.u32 before, last, {$r1}; "
+            "mad.wide.u32 place, {$r0}, 8, {$r2}; @before st.global.b32 [place + -4], {$r4}; "
+            "@inside st.global.b32 [place], {$r3}; }",
+            read_only_args=[at, self.end, self.address, Int32(code), self.clock[0]],
+        )
+        self.next[0] = at + 1
+        self.clock[0] = cute.arch.clock()
 
     def open(self) -> None:
         """The role begins."""
-        clock = cute.arch.clock()
-        self._store(self.end - self.plan.room + 1, clock, cute.arch.globaltimer_lo())
         self.note(self.plan.code("role"))
+        self._store(self.end - self.plan.room + 1, self.clock[0], cute.arch.globaltimer_lo())
 
     def close(self) -> None:
         """The role ends: its last stamp, and how many there were."""
         self.note(self.plan.code("role", ends=True))
+        self._store(self.next[0] - 1, Int32(self.plan.code("role", ends=True)), self.clock[0])
         start = self.end - self.plan.room
         self._store(start, self.next[0] - start - FIRST, cute.arch.globaltimer_lo())
 

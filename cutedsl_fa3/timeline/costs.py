@@ -9,6 +9,13 @@ the SM's clocks: of three consumers a third.
     S is complete                                 score, mask, maximum, weights
     S is, and no O += P V runs that reads P       rounding, rescale (not after the first tile)
     the last O += P V of a work tile is complete  epilogue
+
+With overlap inside a warpgroup the source has the wait for P V behind the weights. The compiler moves
+it up to the wait for S (kernels/sm90/softmax.py, `finished`), but for the eighths of the weights that
+the schedule's `early` holds in front of it; so is it here:
+
+    S is complete                                 with early: score, mask, maximum, early / 8 weights
+    S is, and no O += P V runs                    the rest, rounding, rescale
 """
 
 from __future__ import annotations
@@ -27,7 +34,8 @@ if TYPE_CHECKING:
     from cutedsl_fa3.pipelines import Schedule
     from cutedsl_fa3.plans import Plan
 
-BEFORE, AT_ONCE, AFTER_P = ("waits",), ("score", "mask", "maximum", "weights"), ("rounding", "rescale")
+SCORES, WEIGHTS, AFTER = ("score", "mask", "maximum"), "weights", ("rounding", "rescale")
+EIGHTHS = 8
 DESCRIPTION = 20  # instructions of an epilogue besides its elements, counted like a tile's waits
 
 
@@ -95,10 +103,22 @@ class ForwardCosts:
                 found[masked, step.name] = Task(step.name, step.limit, share, waited)
         return found
 
-    def _some(self, names: Sequence[str], tile: int) -> tuple[Task, ...]:
+    def _some(self, shares: Mapping[str, float], tile: int) -> tuple[Task, ...]:
+        """Steps of a tile, of each its share."""
         masked, first, _ = self._flat[tile]
-        chosen = (n for n in names if not (first and n == "rescale"))
-        return tuple(self._tasks[masked, n] for n in chosen if (masked, n) in self._tasks)
+        found = []
+        for name, share in shares.items():
+            task = self._tasks.get((masked, name))
+            if task is not None and share and not (first and name == "rescale"):
+                found.append(task._replace(clocks=share * task.clocks, waited=share * task.waited))
+        return tuple(found)
+
+    @cached_property
+    def _ahead(self) -> Mapping[str, float]:
+        """Of each step between the products, the share that comes before the wait for P V."""
+        s = self.plan.schedule
+        weights = s.early / EIGHTHS if s.intra else 1.0
+        return {**dict.fromkeys(SCORES, float(weights > 0)), WEIGHTS: weights}
 
     def product(self, tiles: Sequence[str]) -> tuple[str, float]:
         """S = Q K^T reads K, O += P V reads V."""
@@ -108,15 +128,16 @@ class ForwardCosts:
 
     def before(self, what: str, tile: int) -> tuple[Task, ...]:
         """The tile's waits."""
-        return self._some(BEFORE, tile) if what == "QK" else ()
+        return self._some({"waits": 1.0}, tile) if what == "QK" else ()
 
     def at_once(self, what: str, tile: int) -> tuple[Task, ...]:
-        """Scores to weights."""
-        return self._some(AT_ONCE, tile) if what == "QK" else ()
+        """Scores to weights, as far as the wait for P V does not come first."""
+        return self._some(self._ahead, tile) if what == "QK" else ()
 
     def after_p(self, what: str, tile: int) -> tuple[Task, ...]:
-        """P in 16 bits; O to the new maximum."""
-        return self._some(AFTER_P, tile) if what == "QK" else ()
+        """The other weights; P in 16 bits; O to the new maximum."""
+        rest = {name: 1.0 - share for name, share in self._ahead.items()}
+        return self._some({**rest, **dict.fromkeys(AFTER, 1.0)}, tile) if what == "QK" else ()
 
     def last(self, what: str, tile: int) -> tuple[Task, ...]:
         """O divided by its sums, in 16 bits."""

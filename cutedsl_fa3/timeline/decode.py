@@ -4,15 +4,15 @@ Waits are as they were noted. What lies between two of them is one piece of work
 before it:
 
     after                       in an epilogue    else
-    k empty, ...                                  load k
-    QK                                            softmax
-    PV, before which QK was     epilogue          rescale     (with overlap inside a warpgroup)
+    k empty, ...                epilogue          load k
+    QK                                            softmax; issue, if the wait for P V follows at once
+    PV, behind QK                                 rescale; softmax, if the softmax was not before it
     k full, turn, product, PV                     issue
     nothing, work, visits                         other
 
-So where nothing overlaps inside a warpgroup "softmax" holds the rescale too. The compiler moves
-arithmetic across a stamp: the border of two pieces of work that only a short wait divides is no
-sharp one.
+A softmax holds the rescale too where nothing overlaps inside a warpgroup, or where the wait for P V
+comes before it (costs.py). The compiler moves arithmetic across a stamp, so the border of two pieces
+of work is no sharp one where only a short wait divides them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Lane:
     before: str = ""  # and the one before that
     waits: str = ""  # for what
     epilogue: bool = False
+    waits_early: bool = False  # for P V, before the softmax
     tile: int = NO_TILE
 
     def read(self, what: str, ends: bool, clock: float) -> None:
@@ -54,7 +55,7 @@ class Lane:
             at = f"waits for {self.waits}" if self.waits else "waits for nothing"
             raise TimelineError(f"{self.name}: {what} {done} where it {at}")
         if self.now is not None and not self.waits and clock > self.now:
-            self._add("work", self._work(), self.now, clock)
+            self._add("work", self._work(what), self.now, clock)
         if what in WORK:
             self.epilogue = what == "epilogue" and not ends
             self.after = self.before = ""
@@ -80,21 +81,23 @@ class Lane:
             tile = self.fulls.get("k", self.tile)
         self.found.append(Interval(self.name, kind, what, tile, start, end))  # type: ignore[arg-type]
 
-    def _work(self) -> str:
+    def _work(self, following: str) -> str:
         if self.epilogue:
             return "epilogue"
         ring, _, side = self.after.partition(" ")
         if side == "empty" and ring not in TOLD:
             return f"load {ring}"
         if self.after == "QK":
-            return "softmax"
+            return "issue" if self.waits_early and following == "PV" else "softmax"
         if self.after == "PV" and self.before == "QK":
-            return "rescale"
+            return "softmax" if self.waits_early else "rescale"
         return "other" if not self.after or ring in TOLD else "issue"
 
 
-def decode(plan: StampPlan, words: Sequence[int], title: str, cta: int = 0) -> Timeline:
-    """The timeline that a stamped kernel noted.
+def decode(
+    plan: StampPlan, words: Sequence[int], title: str, cta: int = 0, waits_early: bool = False
+) -> Timeline:
+    """The timeline that a stamped kernel noted; `waits_early`: for P V, before the softmax.
 
     Shape: words as `StampPlan` has them, signed or not.
     Raises: TimelineError for words that no kernel with this plan notes.
@@ -112,7 +115,7 @@ def decode(plan: StampPlan, words: Sequence[int], title: str, cta: int = 0) -> T
         origin = opened if origin is None else origin
         kept = min(count, plan.room - FIRST)
         dropped += count - kept
-        lane = Lane(name)
+        lane = Lane(name, waits_early=waits_early)
         for what, ends, clock in _stamps(plan, name, own, kept, origin):
             lane.read(what, ends, clock)
         intervals += lane.found

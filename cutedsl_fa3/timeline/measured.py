@@ -97,7 +97,8 @@ def noted(
         call()
     words.zero_()
     result = call()
-    return result, decode(build.stamp_plan, words.tolist(), title(plan), cta)
+    early = plan.schedule.intra and not plan.schedule.early
+    return result, decode(build.stamp_plan, words.tolist(), title(plan), cta, early)
 
 
 def checked(

@@ -152,11 +152,12 @@ class Clockwork:
     def _advance(self, warp: Warp, now: float) -> None:
         """Steps of a warp until time passes for it, or it is held."""
         while True:
-            if warp.todo:
+            event = warp.program[warp.at] if warp.at < len(warp.program) else None
+            releases = event is not None and event.kind == ev.ARRIVE
+            if warp.todo and not releases:  # a slot is released before its scores are worked on
                 return self._task(warp, *warp.todo.popleft(), now)
-            if warp.at >= len(warp.program):
+            if event is None:
                 return None
-            event = warp.program[warp.at]
             after = getattr(self, "_" + event.kind.replace(" ", "_"))(warp, event, now)
             if after is None:
                 return None
@@ -167,11 +168,11 @@ class Clockwork:
         """A step on a pipe that the warps of a quarter share."""
         pipe = task.pipe, warp.quarter
         start = max(now, self.free[pipe])
-        end = start + task.clocks
-        self.free[pipe] = end
+        self.free[pipe] = start + task.clocks
+        end = start + task.clocks * self.latencies.alone + task.waited
         self._note(warp, "wait", task.pipe, now, start, tile)
-        self._note(warp, "work", task.what, start, end + task.waited, tile)
-        self._later(end + task.waited, warp)
+        self._note(warp, "work", task.what, start, end, tile)
+        self._later(end, warp)
 
     # Each of these is a kind of event: when the warp goes on, or None where it is held or was told.
 

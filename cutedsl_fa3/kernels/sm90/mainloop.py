@@ -34,8 +34,12 @@ def pass_turn(turns: Turns) -> None:
 class MainLoop:
     """What `ForwardSm90.consumer` does between its first and its last key tile.
 
-    Mixed into a WarpSpecialized kernel that has `schedule`, `ever_full` and `plan`.
+    Mixed into a WarpSpecialized kernel that has `schedule`, `ever_full` and `plan`. `waits_early`: of
+    a debug build, whether it waits for the overlapped P V where the compiler puts that wait without
+    `early`: before the softmax.
     """
+
+    waits_early = False
 
     @cute.jit
     def along_runs(self, io, w, f, softmax, turns, ports, group):
@@ -162,10 +166,15 @@ class MainLoop:
         memos = self.ahead(w, f, n_block, masked)
         self.complete("QK", running=1)
         slot_k.release()
+        first = self.waits_early and not self.schedule.early
+        if cutlass.const_expr(first):
+            self.complete("PV")
+            slot_v.release()
         self.modify(w, f, acc_s, n_block, masked, memos)
         softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early)
-        self.complete("PV")
-        slot_v.release()
+        if cutlass.const_expr(not first):
+            self.complete("PV")
+            slot_v.release()
         f.round_p(acc_s)
         softmax.rescale(f.output)
         return ring_k, ring_v
