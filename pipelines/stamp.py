@@ -32,6 +32,8 @@ from .debug_build import DebugBuild, derived
 from .kernel import WarpSpecialized
 from .stamps import FIRST, ROOM, StampPlan
 
+BEYOND = 1 << 30  # more pairs than any plan has
+
 
 @dataclass(frozen=True)
 class Stamps:
@@ -120,21 +122,25 @@ class Stamped(DebugBuild):
 
 
 class Stamper:
-    """Where this thread's next stamp goes; nowhere for a thread that stands for no lane."""
+    """Where this thread's next stamp goes; nowhere for a thread that stands for no lane.
+
+    `end` is that of its warp's lane, 0 where it has none, so that it needs no register of each
+    thread; `next` is beyond every end in threads but a warp's first.
+    """
 
     def __init__(self, plan: StampPlan, stamps: Stamps) -> None:
         self.plan, self.address = plan, stamps.address
         block, (width, _, _) = cute.arch.block_idx(), cute.arch.grid_dim()
         here = block[0] + width * block[1] == stamps.cta
-        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-        start, end = Int32(0), Int32(0)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        end = Int32(0)
         for number, (_, first) in enumerate(plan.lanes):
-            mine = here & (warp == first) & (lane == 0)
-            start = Int32(cutlass.select_(mine, number * plan.room, start))
-            end = Int32(cutlass.select_(mine, (number + 1) * plan.room, end))
-        self.end = end
+            end = Int32(cutlass.select_(here & (warp == first), (number + 1) * plan.room, end))
+        self.end = cute.arch.make_warp_uniform(end)
+        elected = cute.arch.lane_idx() == 0
+        start = self.end - plan.room + FIRST
         self.next = cute.make_rmem_tensor(1, Int32)
-        self.next[0] = start + FIRST
+        self.next[0] = Int32(cutlass.select_(elected, start, BEYOND))
         self.clock = cute.make_rmem_tensor(1, Int32)  # of the last stamp, which is still to be stored
         self.clock[0] = Int32(0)
 
@@ -162,17 +168,20 @@ class Stamper:
     def open(self) -> None:
         """The role begins."""
         self.note(self.plan.code("role"))
-        self._store(self.end - self.plan.room + 1, self.clock[0], cute.arch.globaltimer_lo())
+        self._store(self.next[0] - FIRST, self.clock[0], cute.arch.globaltimer_lo())
 
     def close(self) -> None:
         """The role ends: its last stamp, and how many there were."""
-        self.note(self.plan.code("role", ends=True))
-        self._store(self.next[0] - 1, Int32(self.plan.code("role", ends=True)), self.clock[0])
+        ends = self.plan.code("role", ends=True)
+        self.note(ends)
+        following = self.next[0]
+        self._store(following - 1, Int32(ends), self.clock[0])
         start = self.end - self.plan.room
-        self._store(start, self.next[0] - start - FIRST, cute.arch.globaltimer_lo())
+        count = following - start - FIRST
+        self._store(start + (following & BEYOND), count, cute.arch.globaltimer_lo())
 
     def _store(self, at: Int32, word: Int32, other: Int32) -> None:
-        """A pair, where there is room; `end` is 0 for a thread that notes nothing."""
+        """A pair, where there is room."""
         cute.arch.inline_ptx(
             "{ .reg .pred inside; .reg .b64 place; setp.lt.u32 inside, {$r0}, {$r1}; "
             "mad.wide.u32 place, {$r0}, 8, {$r2}; @inside st.global.b32 [place], {$r3}; "

@@ -50,7 +50,7 @@ class Lane:
         """
         if self.now is not None and clock < self.now:
             raise TimelineError(f"{self.name}: {what} is noted at clock {clock}, after {self.now}")
-        if ends != (what == self.waits) and what not in WORK:
+        if what not in WORK and (self.waits != what if ends else self.waits):
             done = "ends" if ends else "begins"
             at = f"waits for {self.waits}" if self.waits else "waits for nothing"
             raise TimelineError(f"{self.name}: {what} {done} where it {at}")

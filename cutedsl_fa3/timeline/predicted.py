@@ -30,8 +30,12 @@ from .timed import Clockwork
 if TYPE_CHECKING:
     from cutedsl_fa3.kernels.gemm import Gemm
     from cutedsl_fa3.model.launch import Launch
+    from cutedsl_fa3.model.program import Function
     from cutedsl_fa3.pipelines import Schedule
     from cutedsl_fa3.plans import Plan
+
+MOST_KEPT = 16
+_traced: dict[tuple[str, str, str], dict[str, Function]] = {}
 
 
 def predict(
@@ -184,8 +188,7 @@ def interpreted(
     Launches before it write what it reads, so they are run too.
     Raises: Unsupported.
     """
-    functions = reader.read(kernel)
-    for launch in host.launches(functions, args):
+    for launch in host.launches(_functions(kernel), args):
         if not program.hands_over(launch.function):
             for first in check.clusters(launch):
                 check.run_cluster(kernel, launch, first)
@@ -197,6 +200,16 @@ def interpreted(
             raise Unsupported(f"cta = {cta}: its roles cannot be timed: {outcome.findings[0]}")
         return launch, outcome.programs
     raise Unsupported("kernel: none of its launches hands anything from role to role")
+
+
+def _functions(kernel: Any) -> dict[str, Function]:
+    """The kernel's traced program; the last few are kept, since tracing takes longest."""
+    key = kernel.name, kernel.arch, kernel.key_text
+    if key not in _traced:
+        while len(_traced) >= MOST_KEPT:
+            _traced.pop(next(iter(_traced)))
+        _traced[key] = reader.read(kernel)
+    return _traced[key]
 
 
 def masked_tiles(
