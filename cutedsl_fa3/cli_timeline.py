@@ -9,6 +9,8 @@ import typer
 
 from .cli_bench import Recorded, _refusals, _say
 
+DEVICE = "cuda"  # on which it is measured
+
 
 def of_call(options: dict[str, Any]) -> dict[str, Any]:
     """The sizes of the call that the options describe, and where its tensors lie.
@@ -31,7 +33,7 @@ def of_call(options: dict[str, Any]) -> dict[str, Any]:
     with _refusals():
         if options["measured"]:
             bench.require_gpu()
-    return {"sizes": sizes, "device": "cuda" if options["measured"] else "cpu"}
+    return {"sizes": sizes, "device": DEVICE if options["measured"] else "cpu"}
 
 
 def run_timeline(
@@ -100,7 +102,7 @@ def _measured(
     from .timeline import measure
     from .timeline.measured import row, slowdown
 
-    q, k, v = _tensors(plan, sizes, "cuda")
+    q, k, v = _tensors(plan, sizes, DEVICE)
     found = measure(q, k, v, plan.variant, schedule=plan.schedule, cta=cta)
     if meta is not None:
         slower = slowdown(q, k, v, plan.variant, schedule=plan.schedule)

@@ -91,7 +91,7 @@ def _panel(axes: Axes, timeline: Timeline, start: float, end: float) -> None:
     axes.set_xlim(start, end)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_yticks(range(len(lanes)), lanes)
-    axes.set_title(_title(timeline), loc="left")
+    axes.set_title(_title(timeline), loc="left", fontsize=LABEL, color=GREY)
 
 
 def _fill(ink: Ink) -> dict:
