@@ -56,8 +56,8 @@ def chosen_plan(
 ) -> Any:
     """The plan that the shared options describe, for any lengths, batch and number of heads.
 
-    An option left out keeps the measured schedule's choice. `sizes` (no option) are the `Extents` of
-    one call, whose captured tensors lie on `device`.
+    An option left out keeps the measured schedule's choice. `sizes` (no option) are the `Extents`
+    of one call, whose captured tensors lie on `device`.
     """
     from .named import Lengths, named
     from .plans import Plan
@@ -91,8 +91,8 @@ def planned(
 ) -> Callable[..., None]:
     """A command whose options are those of `chosen_plan`, then those of `action` past its plan.
 
-    `of_call`: from the action's options to `sizes` and `device` of one call; the action is then also
-    given the variant's name.
+    `of_call`: from the action's options to `sizes` and `device` of one call; the action is then
+    also given the variant's name.
     """
     every = inspect.signature(chosen_plan).parameters.values()
     shared = [each for each in every if each.kind is not inspect.Parameter.KEYWORD_ONLY]

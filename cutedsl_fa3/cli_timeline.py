@@ -46,7 +46,9 @@ def run_timeline(
     predicted: Annotated[
         bool, typer.Option("--predicted", help="Predict it; the default, needs no GPU.")
     ] = False,
-    measured: Annotated[bool, typer.Option("--measured", help="Measure it, on an SM90 GPU.")] = False,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Measure it, on an SM90 GPU.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print every interval as JSON.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Draw into this .png, side by side. Needs matplotlib.")

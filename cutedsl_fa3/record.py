@@ -3,8 +3,8 @@
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
 name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`,
 `table` and `leads` (`ScheduleRow`), `ladder` (`LadderRow`), `call` (`CallRow`), `train`
-(`TrainRow`) or `timeline` (`TimelineRow`). One marked `partial` holds what was measured before a run ended early; no table is
-made from it.
+(`TrainRow`) or `timeline` (`TimelineRow`). One marked `partial` holds what was measured before a
+run ended early; no table is made from it.
 """
 
 from __future__ import annotations

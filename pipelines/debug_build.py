@@ -3,14 +3,14 @@
     derived(Watched, kernel, "watched")     watch.py: who waits, for one who watches
     derived(Stamped, kernel, "stamped")     stamp.py: when, for a timeline
 
-The kernel itself is not touched. Its class gets a subclass, in which a `noter` is told of every wait
-at a ring's mbarriers and at a named barrier:
+The kernel itself is not touched. Its class gets a subclass, in which a `noter` is told of every
+wait at a ring's mbarriers and at a named barrier:
 
     noter.begin_wait(place, index, phase)       place: 2 * ring: waits for `empty`, 2 * ring + 1:
     noter.end_wait(place)                       for `full`, then the named barriers by number
 
-The build's `host` takes a tuple of what the kernel's own takes before the stream, one argument more,
-and the stream.
+The build's `host` takes a tuple of what the kernel's own takes before the stream, one argument
+more, and the stream.
 """
 
 from __future__ import annotations

@@ -141,7 +141,9 @@ class Stamper:
         start = self.end - plan.room + FIRST
         self.next = cute.make_rmem_tensor(1, Int32)
         self.next[0] = Int32(cutlass.select_(elected, start, BEYOND))
-        self.clock = cute.make_rmem_tensor(1, Int32)  # of the last stamp, which is still to be stored
+        self.clock = cute.make_rmem_tensor(
+            1, Int32
+        )  # of the last stamp, which is still to be stored
         self.clock[0] = Int32(0)
 
     def begin_wait(self, place: int | Int32, index: Any = 0, phase: Any = 0) -> None:

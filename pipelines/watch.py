@@ -165,7 +165,9 @@ class Watcher:
         if self.warp == 0:
             _write(self.taken, 0)
 
-    def begin_wait(self, place: int | Int32, index: int | Int32 = 0, phase: int | Int32 = 0) -> None:
+    def begin_wait(
+        self, place: int | Int32, index: int | Int32 = 0, phase: int | Int32 = 0
+    ) -> None:
         """This warp waits."""
         self.note(wait_code(place, index, phase))
 

@@ -10,11 +10,11 @@ the SM's clocks: of three consumers a third.
     S is, and no O += P V runs that reads P       rounding, rescale (not after the first tile)
     the last O += P V of a work tile is complete  epilogue
 
-With overlap inside a warpgroup the source has the wait for P V behind the weights. The compiler moves
-it up to the wait for S (kernels/sm90/softmax.py, `finished`), but for the eighths of the weights that
-the schedule's `early` holds in front of it; so is it here:
+With overlap inside a warpgroup the source has the wait for P V behind the weights. The compiler
+moves it up to the wait for S (kernels/sm90/softmax.py, `finished`), but for the eighths of the
+weights that the schedule's `early` holds in front of it; so is it here:
 
-    S is complete                                 with early: score, mask, maximum, early / 8 weights
+    S is complete                                 early: score, mask, maximum, early / 8 of weights
     S is, and no O += P V runs                    the rest, rounding, rescale
 """
 

@@ -5,14 +5,14 @@ before it:
 
     after                       in an epilogue    else
     k empty, ...                epilogue          load k
-    QK                                            softmax; issue, if the wait for P V follows at once
+    QK                                            softmax; issue, if the wait for P V comes at once
     PV, behind QK                                 rescale; softmax, if the softmax was not before it
     k full, turn, product, PV                     issue
     nothing, work, visits                         other
 
 A softmax holds the rescale too where nothing overlaps inside a warpgroup, or where the wait for P V
-comes before it (costs.py). The compiler moves arithmetic across a stamp, so the border of two pieces
-of work is no sharp one where only a short wait divides them.
+comes before it (costs.py). The compiler moves arithmetic across a stamp, so the border of two
+pieces of work is no sharp one where only a short wait divides them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One or more timelines as a figure: a panel each, on one scale of clocks, a bar a lane.
 
 Waits are hatched, with what is waited for where there is room; work is filled, a key tile's softmax
-with the tile's number. The tensor cores have a row for each consumer, PV hatched; two rows are never
-filled at once.
+with the tile's number. The tensor cores have a row for each consumer, PV hatched; two rows are
+never filled at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from cutedsl_fa3.errors import Unsupported
-from cutedsl_fa3.figures import BLUE, GREY, NAVY, PALE, RUST, SAND, LABEL, Ink, figure, tidy
+from cutedsl_fa3.figures import BLUE, GREY, LABEL, NAVY, PALE, RUST, SAND, Ink, figure, tidy
 
 from .table import TENSOR_CORES, UNITS, Interval, Timeline, group_of
 
@@ -47,7 +47,7 @@ LEGEND = {
 def draw(*timelines: Timeline, start: float = 0.0, end: float | None = None) -> Figure:
     """Timelines above each other on one scale, from `start` to `end`.
 
-    Without an end: to that of the longest, at most MOST_CLOCKS. Needs matplotlib (the extra `plot`).
+    Without an end: to that of the longest, at most MOST_CLOCKS. Needs matplotlib (extra `plot`).
 
     Units: clocks.
     Raises: Unsupported where nothing is given, or the end is not behind the start.
@@ -155,10 +155,14 @@ def _legend(drawing: Figure, timelines: tuple[Timeline, ...]) -> None:
     from matplotlib.patches import Patch
 
     there = {
-        group_of(e.what) if e.kind == "work" else "wait" for each in timelines for e in each.intervals
+        group_of(e.what) if e.kind == "work" else "wait"
+        for each in timelines
+        for e in each.intervals
     }
     handles = [Patch(**_fill(WAIT), label="waits")] if "wait" in there else []
-    handles += [Patch(**INKS[name].fill, label=text) for name, text in LEGEND.items() if name in there]
+    handles += [
+        Patch(**INKS[name].fill, label=text) for name, text in LEGEND.items() if name in there
+    ]
     drawing.legend(
         handles=handles,
         loc="outside lower center",

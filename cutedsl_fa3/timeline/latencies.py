@@ -3,7 +3,7 @@
 Rates (tensor cores, special functions, ...) are those of ledger/rates.py. What is no rate stands
 here, each number with its origin. Two are fitted, on thirteen schedules of attention and three
 depths of the GEMM: with the defaults their clocks a tile are what the records say in time, at one
-clock of 1.70 GHz, within 7% and 4% rms (tests/timeline/test_records.py).
+clock of 1.70 GHz, within 7% and 4% rms (tests/timeline/test_timeline_records.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Latencies:
     `tma_load`: from a TMA load's issue until its first bytes are written. `l2_bytes`: bytes that an
     SM receives a clock, beside loads of all others. `tma_issue`: of the thread that issues a load.
     `product`: of a group of WGMMAs besides its rate: issue, fence, drain. `mbarrier`: a wait that
-    finds its phase complete, and a completion until the wait sees it. `barrier`: the same of a named
-    barrier. `store`: from a TMA store's issue until its shared memory is read. `alone`: how many
-    times longer than by its pipe's rate a warp takes for its part of a step; the pipe is free for
-    others meanwhile.
+    finds its phase complete, and a completion until the wait sees it. `barrier`: the same of a
+    named barrier. `store`: from a TMA store's issue until its shared memory is read. `alone`: how
+    many times longer than by its pipe's rate a warp takes for its part of a step; the pipe is free
+    for others meanwhile.
 
     | field | default | origin |
     |---|---|---|
@@ -59,4 +59,6 @@ class Latencies:
             if not is_number(value) or not least <= value < math.inf:
                 told = {"l2_bytes": "more than 0", "alone": "1 or more"}
                 needed = told.get(each.name, "0 or more")
-                raise Unsupported(f"Latencies.{each.name} = {value!r}: a number, {needed}, is needed")
+                raise Unsupported(
+                    f"Latencies.{each.name} = {value!r}: a number, {needed}, is needed"
+                )

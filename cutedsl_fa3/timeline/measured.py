@@ -6,8 +6,8 @@ that run, which passes our cache by, and its timer steps by 32 ns, 60 clocks. A 
 call, and most waits are shorter than that. The debug build (pipelines/stamp.py) is a call like
 another, leaves the shipped kernel as it is, and counts clocks.
 
-What it costs: some fifteen instructions a stamp, of which a warpgroup notes about ten a key tile, so
-a stamped kernel is slower; `slowdown` says by how much.
+What it costs: some nine instructions a stamp, of which a warpgroup notes about ten a key tile, so a
+stamped kernel is slower; `slowdown` says by how much.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`predict`: a call's kernel, interpreted and run against the clock; nothing is compiled.
 
-The kernel is the one that `attention` would launch. Of a launch one CTA is run. Persistent CTAs draw
-their work tiles from a counter that all share: here every other CTA draws once between two draws of
-this one, as if all work tiles took equally long.
+The kernel is the one that `attention` would launch. Of a launch one CTA is run, as if it had its
+multiprocessor alone. Persistent CTAs draw their work tiles from a counter that all share: here
+every other CTA draws once between two draws of this one, as if all work tiles took equally long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from cutedsl_fa3.calls import plan_for

@@ -1,10 +1,10 @@
 """`Timeline`: who did what, or waited for what, from when to when.
 
-    lane          a role, as in "producer"; one of its warpgroups, as in "consumer 1"; or, of a
-                  prediction, a unit that they share: "tensor cores", "TMA"
-    kind, what    "work": load, issue, softmax, ..., "wait": k full, QK, turn, ... (`GROUPS`)
-    tile          the how manieth key tile of its lane, from 0; -1 where it is of none
-    start, end    clocks of the SM since the first interval began
+lane          a role, as in "producer"; one of its warpgroups, as in "consumer 1"; or, of a
+              prediction, a unit that they share: "tensor cores", "TMA"
+kind, what    "work": load, issue, softmax, ..., "wait": k full, QK, turn, ... (`GROUPS`)
+tile          the how manieth key tile of its lane, from 0; -1 where it is of none
+start, end    clocks of the SM since the first interval began
 """
 
 from __future__ import annotations

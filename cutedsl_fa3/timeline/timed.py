@@ -1,8 +1,8 @@
 """The events of a traced kernel's warps, each given a beginning and an end.
 
-What every warp does, and in which order, is the model's (model/search.py): here it only gets clocks.
-Warps advance in the order of their clocks; what they share is used by one after the other, in the
-order in which they ask:
+What every warp does, and in which order, is the model's (model/search.py): here it only gets
+clocks. Warps advance in the order of their clocks; what they share is used by one after the other,
+in the order in which they ask:
 
     tensor cores       of each quarter of the SM, where one warp of every warpgroup lies
     MUFU, FMA, ALU,    of each quarter
@@ -271,9 +271,7 @@ class Clockwork:
         warp.prepared, warp.reads = False, []
         if warp.lane is not None:
             number = warp.lane.split()[-1] if " " in warp.lane else "0"
-            self.found.append(
-                Interval(TENSOR_CORES, "work", f"{what} {number}", tile, start, end)
-            )
+            self.found.append(Interval(TENSOR_CORES, "work", f"{what} {number}", tile, start, end))
         warp.at += 1
         return now
 

@@ -91,7 +91,11 @@ def test_what_is_measured_is_kept_in_a_record(monkeypatch, tmp_path: Path) -> No
     (read,) = Record.read(path).rows
     assert isinstance(read, TimelineRow) and read == row
     assert measured.of_row(read) == timeline
-    assert (read.schedule, read.slowdown, read.ghz) == (asdict(schedule) | {"cluster": (1, 1)}, 1.2, 1.7)
+    assert (read.schedule, read.slowdown, read.ghz) == (
+        asdict(schedule) | {"cluster": (1, 1)},
+        1.2,
+        1.7,
+    )
 
 
 def test_a_measured_timeline_is_asked_for_with_the_plans_schedule(monkeypatch, tmp_path) -> None:
@@ -126,7 +130,7 @@ def test_without_a_gpu_the_call_says_what_is_needed() -> None:
 def test_a_cta_beyond_the_launch_is_refused_before_it(gpu) -> None:
     q = torch.randn(1, 300, 2, 64).bfloat16()
     for cta in (-1, 6, True, 0.0):
-        with pytest.raises(Unsupported, match="cta = .*: the launch has CTAs 0 to 5"):
+        with pytest.raises(Unsupported, match=r"cta = .*: the launch has CTAs 0 to 5"):
             measured.measure(q, q, q, schedule=Schedule(128, 64, overlap="none"), cta=cta)
     assert not gpu.launches
 
@@ -140,7 +144,9 @@ def test_measuring_launches_the_debug_build_with_the_words_and_the_cta(gpu, monk
 
     launched = []
     monkeypatch.setattr(
-        cache, "get", lambda kernel: SimpleNamespace(launch=lambda *a: launched.append((kernel, *a)))
+        cache,
+        "get",
+        lambda kernel: SimpleNamespace(launch=lambda *a: launched.append((kernel, *a))),
     )
     q = torch.randn(1, 300, 2, 64).bfloat16()
     with pytest.raises(TimelineError, match="producer: no stamps; CTA 4 has not run"):

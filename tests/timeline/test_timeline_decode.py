@@ -129,7 +129,9 @@ def test_an_epilogue_holds_its_waits():
 def test_a_clock_that_wraps_and_words_with_a_sign_change_nothing(start, steps):
     clocks = [sum(steps[: n + 1]) for n in range(len(steps))]
     stamps = [("role", False, 0)]
-    stamps += [("k full", bool(n % 2), clock) for n, clock in enumerate(clocks[: len(steps) // 2 * 2])]
+    stamps += [
+        ("k full", bool(n % 2), clock) for n, clock in enumerate(clocks[: len(steps) // 2 * 2])
+    ]
     lanes = {"consumer 0": [*stamps, ("role", True, clocks[-1] + 1)]}
     plain = decode(PLAN, words(lanes), "")
     noted = words(lanes, start)

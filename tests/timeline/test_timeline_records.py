@@ -19,7 +19,10 @@ from cutedsl_fa3.timeline.latencies import GHZ
 FAR, APART = 0.15, 0.10  # of a row from GHZ, and between all rows
 # Plain attention with tiles of their usual sizes: stages and overlaps of a head size.
 SCHEDULES = {
-    64: [(192, 128, 3, stages, overlap) for stages, overlap in ((1, "both"), (2, "both"), (2, "none"))],
+    64: [
+        (192, 128, 3, stages, overlap)
+        for stages, overlap in ((1, "both"), (2, "both"), (2, "none"))
+    ],
     128: [(128, 128, 2, stages, overlap) for stages, overlap in ((1, "intra"), (2, "intra"))],
 }
 
@@ -28,7 +31,8 @@ SCHEDULES = {
 def predicted(head_dim: int, m: int, n: int, consumers: int, stages: int, overlap: str) -> float:
     """Clocks a key tile of one CTA that has no other work tile."""
     q, k = (
-        torch.empty(1, rows, 1, head_dim, dtype=torch.bfloat16, device="meta") for rows in (m, 8 * n)
+        torch.empty(1, rows, 1, head_dim, dtype=torch.bfloat16, device="meta")
+        for rows in (m, 8 * n)
     )
     schedule = Schedule(m, n, stages=stages, consumers=consumers, overlap=overlap)
     return predict(q, k, k, schedule=schedule).clocks_a_tile()

@@ -34,9 +34,9 @@ def pass_turn(turns: Turns) -> None:
 class MainLoop:
     """What `ForwardSm90.consumer` does between its first and its last key tile.
 
-    Mixed into a WarpSpecialized kernel that has `schedule`, `ever_full` and `plan`. `waits_early`: of
-    a debug build, whether it waits for the overlapped P V where the compiler puts that wait without
-    `early`: before the softmax.
+    Mixed into a WarpSpecialized kernel that has `schedule`, `ever_full` and `plan`. `waits_early`,
+    of a debug build: it waits for the overlapped P V where the compiler puts that wait without
+    `early`, before the softmax.
     """
 
     waits_early = False
