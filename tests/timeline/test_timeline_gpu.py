@@ -47,7 +47,8 @@ def test_a_measured_timeline_has_every_role_in_order_and_changes_no_bit(name):
     consumers = [lane for lane in timeline.lanes if lane.startswith("consumer")]
     assert set(timeline.lanes) == {"producer", *consumers} and consumers
     assert timeline.origin == "measured" and timeline.dropped == 0
-    assert timeline.ghz is not None and 0.8 < timeline.ghz < 2.2
+    # Of a short CTA only roughly: nanoseconds come in steps of a microsecond on some devices.
+    assert timeline.ghz is not None and 0.5 < timeline.ghz < 4.0
     waits = {e.what for e in timeline.intervals if e.kind == "wait"}
     assert {"k empty", "k full", "v full", "QK", "PV"} <= waits
     assert ("turn" in waits) == (name in ("both", "pingpong"))
