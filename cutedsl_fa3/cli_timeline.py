@@ -31,7 +31,7 @@ def of_call(options: dict[str, Any]) -> dict[str, Any]:
     seqlen, heads = options["seqlen"], options["heads"]
     sizes = Extents(options["batch"], seqlen, seqlen, heads, heads)
     with _refusals():
-        if options["measured"]:
+        if options["measured"] or options["series"]:
             bench.require_gpu()
     return {"sizes": sizes, "device": DEVICE if options["measured"] else "cpu"}
 
@@ -58,6 +58,9 @@ def run_timeline(
     record: Annotated[
         bool, typer.Option("--record", help="Keep what is measured in a record.")
     ] = False,
+    series: Annotated[
+        bool, typer.Option("--series", help="Measure and keep those of notebook 20 instead.")
+    ] = False,
     record_out: Annotated[
         Path | None, typer.Option(help="Folder or .json file of the record.")
     ] = None,
@@ -77,7 +80,12 @@ def run_timeline(
     how = Recorded(record_out, commit, allow_dirty)
     sizes = batch, seqlen, heads
     with _refusals():
-        meta = how.meta() if record else None
+        meta = how.meta() if record or series else None
+        if series:
+            from .timeline.measured import series as measured_series
+
+            how.keep("timeline", measured_series(_say), meta)
+            return
         shown = []
         if predicted or not measured:
             shown.append(_predicted(plan, sizes, cta))

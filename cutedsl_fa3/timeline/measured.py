@@ -12,7 +12,7 @@ stamped kernel is slower; `slowdown` says by how much.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from statistics import median
@@ -33,6 +33,7 @@ from cutedsl_fa3.inputs import (
     without_scores,
 )
 from cutedsl_fa3.ledger.rates import SMS
+from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.pipelines.stamp import stamped
 from cutedsl_fa3.pipelines.stamps import ROOM
 from cutedsl_fa3.record import TimelineRow
@@ -43,9 +44,11 @@ from .predicted import title
 from .table import Interval, Timeline
 
 if TYPE_CHECKING:
-    from cutedsl_fa3.pipelines import Schedule
     from cutedsl_fa3.plans import Plan
 
+# The schedules of notebook 20, and what they are measured on: (batch, seqlen, heads, head_dim).
+SERIES = (4, 768, 16, 64)
+DEPTHS, OVERLAPS = (1, 2, 3, 4), ("none", "pingpong", "intra")
 WARM = 3  # launches before the one that counts: code and tensors in their caches
 TURNS = 5  # launches of either build that are timed
 
@@ -224,3 +227,21 @@ def of_row(row: TimelineRow) -> Timeline:
     """The timeline that a record keeps."""
     rows = tuple(Interval(*each) for each in row.intervals)
     return Timeline("measured", row.title, rows, row.cta, row.dropped, row.ghz)
+
+
+def series_schedules() -> list[Schedule]:
+    """Depths with both overlaps, and the other overlaps at a depth of two."""
+    kinds = [(stages, "both") for stages in DEPTHS] + [(2, overlap) for overlap in OVERLAPS]
+    return [
+        Schedule(192, 128, stages=stages, consumers=3, overlap=overlap) for stages, overlap in kinds
+    ]
+
+
+def series(report: Callable[[str], None]) -> Iterator[TimelineRow]:
+    """The timelines of notebook 20 on the GPU at hand, a row each."""
+    make = partial(torch.randn, *SERIES, device="cuda", dtype=torch.bfloat16)
+    q, k, v = make(), make(), make()
+    for schedule in series_schedules():
+        timeline = measure(q, k, v, schedule=schedule)
+        report(str(timeline))
+        yield row(timeline, "full", q, k, v, schedule, slowdown(q, k, v, schedule=schedule))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cutedsl_fa3 import Schedule, Unsupported, bench, figures
+from cutedsl_fa3 import Schedule, Unsupported, Variant, bench, figures
+from cutedsl_fa3.calls import plan_for
 from cutedsl_fa3.cli import app
 from cutedsl_fa3.record import META, Record, TimelineRow
 from cutedsl_fa3.timeline import Interval, Timeline, draw, measured
@@ -193,3 +194,32 @@ def test_a_figure_of_nothing_is_refused(given: tuple, said: str) -> None:
     timelines, window = given[:1], given[1:]
     with pytest.raises(Unsupported, match=said):
         draw(*timelines, **dict(zip(("start", "end"), window, strict=False)))
+
+
+def test_the_series_is_that_of_the_notebook_and_fits() -> None:
+    """Its second schedule is the one that the notebook draws beside the prediction."""
+    schedules = measured.series_schedules()
+    assert (schedules[1].stages, schedules[1].overlap) == (2, "both")
+    assert len(set(schedules)) == len(schedules) == 7
+    q = torch.empty(measured.SERIES, dtype=torch.bfloat16, device="meta")
+    for schedule in schedules:
+        plan_for(q, q, q, Variant(), schedule).check()
+
+
+def test_the_series_is_kept_in_one_record(monkeypatch, tmp_path: Path) -> None:
+    q = torch.empty(1, 128, 2, 64, dtype=torch.bfloat16)
+
+    def series(report):
+        for schedule in measured.series_schedules()[:2]:
+            yield measured.row(made("measured"), "full", q, q, q, schedule, 1.2)
+
+    meta = dict.fromkeys(META, "x") | {"device": "x", "date": "2026-11-30T00:00:00+00:00"}
+    monkeypatch.setattr(bench, "require_gpu", lambda: None)
+    monkeypatch.setattr(measured, "series", series)
+    monkeypatch.setattr("cutedsl_fa3.record.collect", lambda *a: meta)
+    kept = tmp_path / "kept.json"
+    result = run("--series", "--record-out", str(kept))
+    assert result.exit_code == 0, result.output
+    read = Record.read(kept)
+    assert [row.schedule["stages"] for row in read.rows] == [1, 2]
+    assert not read.meta.get("partial")
