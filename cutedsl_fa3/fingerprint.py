@@ -46,6 +46,7 @@ WITHOUT_CODE = frozenset(
         "demo.py",
         "emulate.py",
         "evidence.py",
+        "figures.py",
         "fingerprint.py",
         "gallery.py",
         "gallery_page.py",

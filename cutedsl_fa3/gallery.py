@@ -14,7 +14,6 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import torch
 
 from . import arguments
 from .errors import VariantError
+from .figures import figure_class
 from .variant import Variant
 from .variant.evaluate import evaluate
 from .variant.visits import all_visits
@@ -281,27 +281,6 @@ def _levels(values: torch.Tensor) -> torch.Tensor:
 
 
 # Drawing
-
-
-@cache
-def figure_class() -> type[Figure]:
-    """matplotlib's Figure, which a notebook shows without a backend."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "drawing needs matplotlib: install cutedsl-fa3[plot]", name=error.name
-        ) from None
-
-    class Drawing(Figure):
-        def _repr_png_(self) -> bytes:
-            import io
-
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue()
-
-    return Drawing
 
 
 def figure(parts: Sequence[Picture], legend: bool = False) -> Figure:

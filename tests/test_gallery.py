@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cutedsl_fa3 import Elementwise, gallery, gallery_page, masks, packing, scores
+from cutedsl_fa3 import Elementwise, figures, gallery, gallery_page, masks, packing, scores
 from cutedsl_fa3.cli import app
 from cutedsl_fa3.errors import VariantError
 from cutedsl_fa3.gallery import MISSED, Change, Curve, Pairs
@@ -236,7 +236,7 @@ def test_the_command_writes_page_and_pictures(tmp_path, monkeypatch):
 def test_drawing_without_matplotlib_names_the_extra(monkeypatch):
     import sys
 
-    gallery.figure_class.cache_clear()
+    figures.figure_class.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: .*cutedsl-fa3\[plot\]"):
