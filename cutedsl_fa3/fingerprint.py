@@ -27,6 +27,7 @@ WITHOUT_CODE = frozenset(
         "bars.py",
         "bench.py",
         "bench_call.py",
+        "bench_gallery.py",
         "bench_gemm.py",
         "bench_ladder.py",
         "cache.py",
