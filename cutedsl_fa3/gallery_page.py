@@ -244,8 +244,8 @@ kernel's, at head_dim 128):"""
 _SIZES = f"""The pictures have {DRAWN} queries and {DRAWN} keys in tiles of {DRAWN_TILE[0]} x
 {DRAWN_TILE[1]}, smaller than a kernel's so that pairs can be seen. `n` is {DRAWN} in them and
 {COUNTED} in the [table](#tiles-visited) of what real tiles visit;
-[notebook 8](../08_variants.ipynb) has what each costs. Several examples share the documents of these
-first lines:"""
+[notebook 8](../08_variants.ipynb) has what each costs. Several examples share the documents of
+these first lines:"""
 
 INTRODUCTION = f"""\
 # Masks and scores in pictures
