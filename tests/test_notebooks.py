@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_notebooks import NOTEBOOKS, ROOT, execute
+from run_notebooks import NOTEBOOKS, README, ROOT, SAID, execute, said, with_table
 
 # A path of the machine that ran it: of a home, a temporary folder, a checkout, an interpreter.
 MACHINE_PATH = re.compile(
@@ -100,8 +100,7 @@ def test_a_notebook_opens_with_what_it_shows_needs_and_takes(path: Path) -> None
     text = "".join(first["source"])
     assert first["cell_type"] == "markdown"
     assert text.startswith("# ")
-    for heading in ("**Shows**", "**Needs**", "**Takes**"):
-        assert heading in text
+    assert [name for name, text in said(path).items() if text] == list(SAID)
 
 
 @every_notebook
@@ -111,6 +110,21 @@ def test_a_notebook_is_plain_python_without_magics(path: Path) -> None:
         compile("".join(cell["source"]), path.name, "exec")
 
 
-@every_notebook
-def test_the_table_of_notebooks_names_it(path: Path) -> None:
-    assert f"]({path.name})" in (ROOT / "notebooks" / "README.md").read_text()
+def test_the_table_of_notebooks_has_what_each_says_of_itself() -> None:
+    text = README.read_text()
+    assert text == with_table(text, NOTEBOOKS), "run: python tests/run_notebooks.py --table"
+
+
+def test_the_table_takes_a_sentence_of_each_paragraph(tmp_path: Path) -> None:
+    path = tmp_path / "07_made_up.ipynb"
+
+    def write(text: str) -> None:
+        path.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": [text]}]}))
+
+    write("# 7. X\n\n**Shows** a | b\nand c. More.\n\n**Needs** 1.5 GB\n\n**Takes** 3 s.\n")
+    text = with_table("a\n<!-- notebooks:start -->\nold\n<!-- notebooks:end -->\nb", [path])
+    assert "| [07_made_up](07_made_up.ipynb) | a \\| b and c | 1.5 GB | 3 s |\n" in text
+    assert "old" not in text and text.startswith("a\n<") and text.endswith(">\nb")
+    write("# 7. X\n\n**Shows** a\n\n**Takes** 3 s.\n")
+    with pytest.raises(ValueError, match=r"07_made_up.ipynb: .* \*\*Needs\*\*"):
+        said(path)
