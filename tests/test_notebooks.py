@@ -208,6 +208,15 @@ def test_tests_that_a_notebook_names_exist(path: Path) -> None:
         assert any(f"def {name}(" in text for text in files), name
 
 
-def test_the_map_and_the_models_name_tests_and_files() -> None:
-    texts = {path.stem: all_markdown(path) for path in NOTEBOOKS}
-    assert len(_TEST.findall(texts["03_map"])) >= 10 and len(_LINK.findall(texts["03_map"])) >= 20
+_PLACE = re.compile(r"\]\(\.\./([\w/]+\.py)\) `([\w.]+)`")
+
+
+def test_the_map_names_places_that_exist_and_tests() -> None:
+    text = all_markdown(ROOT / "notebooks" / "03_map.ipynb")
+    assert len(_TEST.findall(text)) >= 10
+    places = _PLACE.findall(text)
+    assert len(places) >= 20
+    for file, name in places:
+        last = name.rpartition(".")[2]
+        defined = rf"^\s*(def|class) {last}\b|^\s*{last}\s*[:=]"
+        assert re.search(defined, (ROOT / file).read_text(), re.MULTILINE), (file, name)
