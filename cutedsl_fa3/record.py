@@ -364,6 +364,29 @@ def _head() -> str:
         return ""
 
 
+def here() -> str:
+    """This machine in a line, to stand before what it prints: a notebook's stored outputs.
+
+    Where an SM90 GPU runs kernels, all that a record says of it; else only what compiles them.
+    """
+    import torch
+
+    from .compile import device_capabilities
+    from .versions import toolchain
+
+    tools = toolchain()
+    made = f"nvidia-cutlass-dsl {tools.cutlass} ({tools.flavour} ptxas {tools.ptxas})"
+    if (9, 0) not in device_capabilities():
+        return f"no GPU of capability 9.0 here: nothing below ran on one; {made}"
+    from .cache import source_fingerprint
+
+    commit = f"commit {head[:10]}, " if (head := _head()) else ""
+    return (
+        f"{torch.cuda.get_device_name()}, driver {driver_version()}, torch {torch.__version__}, "
+        f"{made}, {datetime.now(UTC):%Y-%m-%d}, {commit}kernel sources {source_fingerprint()[:10]}"
+    )
+
+
 def driver_version() -> str:
     """The driver's release, as nvidia-smi says it."""
     return _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")

@@ -1,7 +1,8 @@
 """Run every notebook, or those given, and store their outputs in place: `make notebooks`.
 
 Each time the table of notebooks/README.md is made anew, of what every notebook says of itself;
-with --table alone, nothing else is done.
+with --table alone, nothing else is done. Where Jupyter is missing, as on some GPU hosts, the cells
+are run as plain Python (`plain_notebooks.py`) and leave the same outputs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +28,7 @@ SAID = ("Shows", "Needs", "Takes")  # by each notebook's first cell, a paragraph
 CELL_SECONDS = 120  # of one cell, on a busy machine
 
 # What Jupyter calls the file of a cell: a temporary path that is another in every run.
-_CELL_FILE = re.compile(r"[^\s'\"(<]*ipykernel_\d+[/\\]\d+\.py")
+CELL_FILE = re.compile(r"[^\s'\"(<]*ipykernel_\d+[/\\]\d+\.py")
 
 
 def execute(path: Path) -> NotebookNode:
@@ -87,7 +89,7 @@ def _portable(notebook: NotebookNode) -> NotebookNode:
         for output in cell.get("outputs", ()):
             for holder, key in ((output, "text"), (output.get("data", {}), "text/plain")):
                 if key in holder:
-                    holder[key] = _CELL_FILE.sub("<cell>", holder[key])
+                    holder[key] = CELL_FILE.sub("<cell>", holder[key])
     return notebook
 
 
@@ -125,12 +127,18 @@ def with_table(text: str, paths: list[Path]) -> str:
 
 def main(paths: list[Path]) -> None:
     """Execute and write each, then the table."""
-    import nbformat
-
+    jupyter = all(find_spec(name) for name in ("nbclient", "ipykernel", "nbformat"))
     for path in paths:
         start = time.perf_counter()
-        nbformat.write(execute(path), path)
-        print(f"{path.name}: {time.perf_counter() - start:.0f} s")
+        if jupyter:
+            import nbformat
+
+            nbformat.write(execute(path), path)
+        else:
+            from plain_notebooks import run_apart
+
+            run_apart(path)
+        print(f"{path.name}: {time.perf_counter() - start:.0f} s", flush=True)
     README.write_text(with_table(README.read_text(), NOTEBOOKS))
 
 
