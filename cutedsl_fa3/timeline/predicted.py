@@ -61,11 +61,11 @@ def predict(
     if without_scores(q, k):
         raise Unsupported(f"q {tuple(q.shape)}, k {tuple(k.shape)}: no kernel runs for these")
     plan = plan_for(q, k, v, variant, schedule, trace=True)  # the same steps, and its visits noted
-    plan.check()
     if plan.schedule.cluster != (1, 1):
         raise Unsupported(
-            f"cluster = {plan.schedule.cluster}: a CTA alone is predicted; measure it, or use (1, 1)"
+            f"cluster = {plan.schedule.cluster}: a CTA alone is predicted; measure, or use (1, 1)"
         )
+    plan.check()
     args, visits = arguments(plan, q, k, v, cta)
     kernel = plan.kernel
     launch, programs = interpreted(kernel, args, cta)

@@ -196,6 +196,12 @@ def test_no_bytes_a_clock_and_warps_faster_than_their_pipe_are_refused():
         Latencies(alone=0.9)
 
 
+def test_a_cluster_is_refused_for_its_ctas_share_loads():
+    q = tensor(rows=256)
+    with pytest.raises(Unsupported, match=r"cluster = \(2, 1\): a CTA alone is predicted"):
+        predict(q, q, q, schedule=Schedule(128, TILE_N, overlap="none", cluster=(2, 1)))
+
+
 def gemm(stages: int) -> Timeline:
     schedule = Schedule(128, 128, stages=stages, consumers=2, overlap="none")
     return predict_gemm(GemmSm90(schedule), 8)
