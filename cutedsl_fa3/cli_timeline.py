@@ -59,7 +59,7 @@ def run_timeline(
         bool, typer.Option("--record", help="Keep what is measured in a record.")
     ] = False,
     series: Annotated[
-        bool, typer.Option("--series", help="Measure and keep those of notebook 20 instead.")
+        bool, typer.Option("--series", help="Measure and keep those of notebook 6 instead.")
     ] = False,
     record_out: Annotated[
         Path | None, typer.Option(help="Folder or .json file of the record.")

@@ -46,7 +46,7 @@ from .table import Interval, Timeline
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
 
-# The schedules of notebook 20, and what they are measured on: (batch, seqlen, heads, head_dim).
+# The schedules of notebook 6, and what they are measured on: (batch, seqlen, heads, head_dim).
 SERIES = (4, 768, 16, 64)
 DEPTHS, OVERLAPS = (1, 2, 3, 4), ("none", "pingpong", "intra")
 WARM = 3  # launches before the one that counts: code and tensors in their caches
@@ -238,7 +238,7 @@ def series_schedules() -> list[Schedule]:
 
 
 def series(report: Callable[[str], None]) -> Iterator[TimelineRow]:
-    """The timelines of notebook 20 on the GPU at hand, a row each."""
+    """The timelines of notebook 6 on the GPU at hand, a row each."""
     make = partial(torch.randn, *SERIES, device="cuda", dtype=torch.bfloat16)
     q, k, v = make(), make(), make()
     for schedule in series_schedules():
