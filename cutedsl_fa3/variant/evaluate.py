@@ -94,8 +94,9 @@ class _Reader:
     def tensor(self, value: torch.Tensor | bool | int | float) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             return value
+        # Filled where it lies: a copy from the host could not be part of a CUDA graph.
         dtype = self.dtype if isinstance(value, float) else None
-        return torch.tensor(value, dtype=dtype, device=self.device)
+        return torch.full((), value, dtype=dtype, device=self.device)
 
     def load(self, number: int, indices: list[torch.Tensor]) -> torch.Tensor:
         capture = self.captures[number]
