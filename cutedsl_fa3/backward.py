@@ -19,6 +19,7 @@ and keys that nobody sees get exactly 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from .variant.visits import visited_tiles
 LOG2_E = math.log2(math.e)
 TILE = (128, 128)  # of queries and of keys
 AT_ONCE = 1 << 20  # elements of the tiles that are worked on side by side
+WIDE_TILE, WIDE_AT_ONCE = (512, 2048), 1 << 22  # the same where a launch should be worth its time
 ROWS_AT_ONCE = 1 << 22  # elements of the rows that an epilogue's derivative is computed for
 SMALLEST_EXPONENT = -126.0  # below it a power of 2 is no normal fp32 number: the unit returns 0
 
@@ -90,7 +92,7 @@ def run(
     Units: scale is natural.
     Raises: VariantError naming an operation without a derivative.
     """
-    call = _Call(q, k, v, variant, scale, tile, frozenset(wanted))
+    call = _Call(q, k, v, variant, scale, tile, zeros_of(variant, wanted, _compute(q.dtype)))
     rows = _rows(call, o, lse, do, dlse)
     dq = torch.zeros(q.shape, dtype=call.compute, device=q.device)
     dk, dv = (torch.zeros(t.shape, dtype=call.compute, device=q.device) for t in (k, v))
@@ -114,6 +116,14 @@ def run(
     )
 
 
+def zeros_of(
+    variant: Variant, wanted: Collection[int], dtype: torch.dtype = torch.float32
+) -> dict[int, torch.Tensor]:
+    """Where the gradients of captured tensors are added up."""
+    found = ((n, variant.captures[n]) for n in sorted(wanted))
+    return {n: torch.zeros(t.shape, dtype=dtype, device=t.device) for n, t in found}
+
+
 def _compute(dtype: torch.dtype) -> torch.dtype:
     """What sums over tensors of a type are held in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -129,7 +139,7 @@ class _Call:
     variant: Variant
     natural_scale: float
     tile: tuple[int, int]
-    wanted: frozenset[int]
+    totals: dict[int, torch.Tensor]
 
     @property
     def compute(self) -> torch.dtype:
@@ -149,16 +159,6 @@ class _Call:
     @cached_property
     def element(self) -> Derivatives | None:
         return of_element(self.variant)
-
-    @cached_property
-    def totals(self) -> dict[int, torch.Tensor]:
-        captures = self.variant.captures
-        return {
-            number: torch.zeros(
-                captures[number].shape, dtype=self.compute, device=captures[number].device
-            )
-            for number in sorted(self.wanted)
-        }
 
     def rounded(self, t: torch.Tensor) -> torch.Tensor:
         """As an operand of a product: in the input type, held in that of the sums."""
@@ -180,7 +180,7 @@ class _Call:
                 yield some[:, 0], some[:, 1]
 
     def shares(self, derived: Derivatives, inputs: dict[str, torch.Tensor | int]) -> Shares:
-        return evaluate_shares(derived, inputs, self.variant.captures, self.wanted, self.compute)
+        return evaluate_shares(derived, inputs, self.variant.captures, self.totals, self.compute)
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def before_epilogue(
         }
         if lse is not None:
             inputs["lse"] = lse[..., some].to(compute).transpose(1, 2)[..., None]
-        found = evaluate_shares(epilogue, inputs, variant.captures, totals.keys(), compute)
+        found = evaluate_shares(epilogue, inputs, variant.captures, totals, compute)
         add_loads(totals, found.loads, given)
         if by_lse is not None:
             by_lse[..., some] = (given * found.inputs["lse"]).sum(-1).transpose(1, 2)
@@ -331,7 +331,9 @@ class _Tile:
         mask = self.call.variant.mask
         if mask is None or (masked is not None and not masked.any()):
             return torch.ones(shape, dtype=torch.bool, device=self.b.device)
-        shown = torch.broadcast_to(evaluate(mask, self.positions, self.call.variant.captures), shape)
+        shown = torch.broadcast_to(
+            evaluate(mask, self.positions, self.call.variant.captures), shape
+        )
         return shown if masked is None else shown | ~masked[:, None, None]
 
     def add(
@@ -352,9 +354,7 @@ class _Tile:
         dk_tile[self.b, self.h] += _product(ds.mT, q, seen.mT)
         dq[self.b, self.queries.start : self.queries.stop, self.h] += _product(ds, k, seen)
 
-    def weighed(
-        self, seen: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def weighed(self, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """P, dS by the raw score (None where it is 0 everywhere), and the pairs that take part.
 
         Captured tensors get their share.
@@ -421,3 +421,54 @@ def add_sink(
     weight = torch.where(each == lse, 1.0, torch.exp(each - lse))
     shares = -(weight * delta).sum((0, 2))
     total.add_(shares if sink.ndim else shares.sum())
+
+
+@torch.no_grad()
+def of_captures(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    lse: torch.Tensor | None,
+    do: torch.Tensor,
+    delta: torch.Tensor | None,
+    totals: dict[int, torch.Tensor],
+    *,
+    scale: float,
+    tile: tuple[int, int] = WIDE_TILE,
+) -> None:
+    """Add what scores and weights hand on to captured tensors, in an order that is always the same.
+
+    A second pass over all pairs, in torch on any device, for where a kernel adds in the order in
+    which its parts come. It waits for nothing, so it can be part of a CUDA graph: only tiles that
+    the mask hides whatever memory holds are left out.
+
+    Shape: lse and delta (batch, heads, seqlen_q), natural, do as the output before an epilogue;
+        memory is that of some tiles of a few million elements.
+    """
+    if 0 in (q.numel(), k.numel()):
+        return
+    call = _Call(q, k, v, variant, scale, tile, totals)
+    if lse is not None:
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+    rows = _Rows(do, lse, delta)
+    cells = torch.arange(q.shape[0] * q.shape[2], device=q.device)
+    pairs = min(tile[0], q.shape[1]) * min(tile[1], k.shape[1])
+    together = max(1, WIDE_AT_ONCE // pairs)
+    for m_block, n_block in _may_meet(call):
+        for some in cells.split(together):
+            b, h = some // q.shape[2], some % q.shape[2]
+            pair = _Tile(call, rows, b, h, call.span(m_block, 0), call.span(n_block, 1))
+            pair.weighed(pair.visible())
+
+
+def _may_meet(call: _Call) -> list[tuple[int, int]]:
+    """Tiles of queries and keys that some head may visit, as far as the host knows."""
+    batch, seqlen_q, heads, _ = call.q.shape
+    lengths = seqlen_q, call.k.shape[1]
+    mask = call.variant.mask
+    if mask is not None and mask.captures:  # who can tell
+        counts = (range(-(-n // size)) for n, size in zip(lengths, call.tile, strict=True))
+        return list(itertools.product(*counts))
+    visited, _ = visited_tiles(mask, (), batch, heads, *lengths, *call.tile)
+    return [(m, n) for m, n in visited.any(0).any(0).nonzero().tolist()]
