@@ -22,7 +22,7 @@ from .inputs import (
     checked_scale,
     without_scores,
 )
-from .kernels.sm90.backward.schedule import BackwardSchedule, tile_dims
+from .kernels.sm90.backward.schedule import FLAGGED, BackwardSchedule, tile_dims
 from .pipelines import ScheduleError
 from .plans_backward import BackwardPlan
 from .problem import Problem
@@ -110,7 +110,7 @@ def _launched(
     in_kernel = () if again else read
     launch, plan = _launcher(variant, *kind, schedule, dlse is not None, deterministic, in_kernel)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    rows, sums, table, turns = _workspace(plan, q, k)
+    rows, sums, table, turns, flags = _workspace(plan, q, k)
     check_addresses(variant.captures)
     captures = as_numbers(variant.captures)
     q, k, v, out, dout = (_readable(t) for t in (q, k, v, out, dout))
@@ -118,7 +118,7 @@ def _launched(
         launch(
             q, k, v, out, lse, dout, dlse, dq, dk, dv, captures,
             table, rows[0], rows[1], sums, turns,
-            tuple(_with_dimension(captured[n]) for n in in_kernel) or None, scale,
+            tuple(_with_dimension(captured[n]) for n in in_kernel) or None, flags, scale,
         )  # fmt: skip
     delta = None if lse is None else rows[1][..., : q.shape[1]]
     if again:
@@ -156,8 +156,8 @@ def without_epilogue(variant: Variant) -> Variant:
 
 def _workspace(
     plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Each row's LSE and delta, the sums of dQ, summaries of blocks, and turns: O(seqlen)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Each row's LSE and delta, the sums of dQ, summaries of blocks, turns and flags: O(seqlen)."""
     s = plan.schedule
     batch, seqlen_q, heads, _ = q.shape
     tiles = -(-seqlen_q // s.tile_m)
@@ -170,7 +170,9 @@ def _workspace(
     if plan.deterministic:
         turns = torch.empty(batch, heads, tiles, dtype=torch.int32, device=q.device)
         turns = turns.permute(2, 1, 0)
-    return rows, sums, table, turns
+    of_head = -(-k.shape[1] // s.tile_n) * (s.tile_n // FLAGGED)
+    flags = torch.empty(batch * k.shape[2] * of_head, dtype=torch.int32, device=q.device)
+    return rows, sums, table, turns, flags
 
 
 def _with_dimension(t: torch.Tensor) -> torch.Tensor:

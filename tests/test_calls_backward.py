@@ -20,7 +20,7 @@ from cutedsl_fa3.kernels.sm90.backward.schedule import TABLE
 
 NAMES = (
     "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "captures", "table", "lse_log2",
-    "delta", "sums", "turns", "captured", "scale",
+    "delta", "sums", "turns", "captured", "flags", "scale",
 )  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def test_the_backwards_kernels_get_their_arguments_in_the_order_of_their_host_fu
     padded = -(-300 // TABLE[64, 64].tile_m) * TABLE[64, 64].tile_m
     assert given["lse_log2"].shape == given["delta"].shape == (2, 4, padded)
     assert given["sums"].numel() == 2 * 4 * padded * 64
+    assert given["flags"].shape == (2 * 2 * 256 // 16,)  # two tiles of keys of each of two heads
 
 
 def test_a_fixed_order_has_turns_and_adds_no_captured_tensor_in_the_kernel(gpu):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 Add = Literal["tma", "direct"]
+FLAGGED = 16  # keys that share a flag, by which they are computed again: those of a warp's sums
 
 
 @dataclass(frozen=True)
