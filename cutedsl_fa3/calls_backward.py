@@ -22,7 +22,8 @@ from .inputs import (
     checked_scale,
     without_scores,
 )
-from .kernels.sm90.backward.schedule import FLAGGED, BackwardSchedule, tile_dims
+from .kernels.sm90.backward.schedule import BackwardSchedule, tile_dims
+from .kernels.sm90.backward.work import FLAGGED
 from .pipelines import ScheduleError
 from .plans_backward import BackwardPlan
 from .problem import Problem

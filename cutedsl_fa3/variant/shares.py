@@ -94,13 +94,18 @@ def _add_each(total: torch.Tensor, place: torch.Tensor, share: torch.Tensor) -> 
     """
     if total.device.type == "cpu":
         total.index_add_(0, place, share)
-        return
+    else:
+        _add_apart(total, place, share)
+
+
+def _add_apart(total: torch.Tensor, place: torch.Tensor, share: torch.Tensor) -> None:
+    """The same by several sums for each place, where `total` is small enough, and their sum."""
     size = total.numel()
     apart = max(1, min(APART // max(1, size), share.numel() // 32))
-    if apart == 1:
-        total.index_put_((place,), share, accumulate=True)
-        return
-    parts = torch.zeros(apart * size, dtype=total.dtype, device=total.device)
-    part = torch.arange(share.numel(), device=total.device) % apart
-    parts.index_put_((part * size + place,), share, accumulate=True)
-    total += parts.view(apart, size).sum(0)
+    parts = total
+    if apart > 1:
+        parts = torch.zeros(apart * size, dtype=total.dtype, device=total.device)
+        place = place + size * (torch.arange(share.numel(), device=total.device) % apart)
+    parts.index_put_((place,), share, accumulate=True)
+    if apart > 1:
+        total += parts.view(apart, size).sum(0)

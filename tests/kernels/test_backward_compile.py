@@ -12,6 +12,7 @@ from cutedsl_fa3.audit import audit
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.kernels.sm90.backward.schedule import TABLE, BackwardSchedule, tile_dims
 from cutedsl_fa3.kernels.sm90.backward.sums import strip, whole
+from cutedsl_fa3.kernels.sm90.backward.work import FLAGGED
 from cutedsl_fa3.layouts import LayoutError
 from cutedsl_fa3.layouts.tile import Row
 from cutedsl_fa3.model import check_pipeline
@@ -49,7 +50,9 @@ def arguments(plan: BackwardPlan, batch, seqlen_q, seqlen_k, heads, kv_heads) ->
     of_rows, padded = tensor(batch, heads, seqlen_q), tensor(batch, heads, rows)
     sums = tensor(batch * heads * rows * d // 32, 32)
     given = (q, k, k, q, of_rows, q, None, q, k, k, None, None, padded, padded, sums)
-    return (*given, None, None, 1.0)
+    tiles = batch * kv_heads * -(-seqlen_k // s.tile_n)
+    flags = tensor(tiles * s.tile_n // FLAGGED, dtype=torch.int32)
+    return (*given, None, None, flags, 1.0)
 
 
 @pytest.mark.compile

@@ -29,10 +29,9 @@ from cutedsl_fa3.layouts.wgmma import Places
 from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant.lower import exp2, select
 
-from .schedule import FLAGGED
 from .visiting import first_of
 from .weights import Weigher
-from .work import work_of
+from .work import FLAGGED, work_of
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 Add = Literal["tma", "direct"]
-FLAGGED = 16  # keys that share a flag, by which they are computed again: those of a warp's sums
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from cutedsl_fa3.pipelines import TileOrder
 
 from .schedule import BackwardSchedule
 
+FLAGGED = 16  # keys that share a flag, by which they are computed again: those of a warp's sums
+
 
 @dataclass(frozen=True)
 class Work:
