@@ -269,6 +269,22 @@ def test_a_second_pass_gives_captured_tensors_the_same_and_waits_for_nothing(
         torch.testing.assert_close(totals[number], t, rtol=1e-4, atol=1e-5 * (1 + size))
 
 
+def test_an_element_read_by_a_number_is_not_waited_for():
+    """t[0] as torch indexes would ask for the number on the device."""
+    t = torch.rand(4)
+    variant = fa3.Variant(
+        lambda s, b, h, q, k: s * t[0] + t[3], epilogue=lambda o, lse, b, h, q: o * t[1]
+    )
+    q, k, v = drawn(1, 20, 30, 2, 2, 8)
+    lse = torch.zeros(1, 2, 20)
+    totals = backward.zeros_of(variant, [0])
+    with Waits() as waits:
+        do, _ = backward.before_epilogue(variant, q, lse, q, None, seqlen_k=30, totals=totals)
+        backward.of_captures(q, k, v, variant, lse, do, lse, totals, scale=1.0)
+    assert totals[0][[0, 1, 3]].all() and totals[0][2] == 0
+    assert [name for name in waits.found if "nonzero" not in name] == []
+
+
 def test_a_second_pass_leaves_out_tiles_that_are_hidden_whatever_memory_holds(monkeypatch):
     slopes = torch.rand(2)
     q, k, v = drawn(1, 64, 64, 2, 2, 8)

@@ -179,8 +179,9 @@ def test_memory_grows_with_the_length_not_with_its_square(deterministic):
 
 
 def _hold_memory(deterministic: bool) -> None:
-    """Scores of one head alone would take 256 MiB in bf16 at 8192 positions, 2 GiB in fp32 at
-    16384 of two heads; in a process of its own, since other tests leave memory behind.
+    """Scores of one head in bf16 would grow by 384 MiB from 8192 to 16384 positions.
+
+    In a process of its own, since other tests leave memory behind.
     """
     slopes = torch.rand(2, device="cuda")
     variant = fa3.Variant(
@@ -188,5 +189,5 @@ def _hold_memory(deterministic: bool) -> None:
         epilogue=lambda o, lse, b, h, q: o * torch.sigmoid(lse),
     )  # fmt: skip
     peaks = {n: _peak(variant, n, deterministic) for n in (1024, 4096, 8192, 16384)}
-    assert peaks[16384] - peaks[8192] <= 1.2 * 2 * (peaks[8192] - peaks[4096])
-    assert peaks[16384] - peaks[8192] <= 64 * 2**20
+    assert peaks[16384] - peaks[8192] <= 1.2 * 2 * (peaks[8192] - peaks[4096]) + 2**22
+    assert peaks[16384] - peaks[8192] <= 128 * 2**20
