@@ -246,6 +246,10 @@ GRADED = VARIANTS | {
         lambda s, b, h, q, k: torch.where((q + k) % 3 == 0, s, -math.inf)
     ),
 }
+# Other tiles of a kernel; the twin has the same for all.
+OF_GRADED_DIMS = pytest.mark.parametrize(
+    "dim", [64, *(pytest.param(dim, marks=pytest.mark.gpu) for dim in (40, 128))]
+)
 GRADED_SIZES = (1, 150, 200, 2, 1)
 GRADED_SITE = st.tuples(
     st.sampled_from(("q", "k", "v", "do")),
@@ -269,7 +273,7 @@ def twins(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, n
     return {"q": found.q, "k": found.k, "v": found.v}
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@OF_GRADED_DIMS
 @pytest.mark.parametrize("name", GRADED)
 @settings(max_examples=2)
 @given(sites=st.lists(GRADED_SITE, min_size=1, max_size=3))
@@ -292,7 +296,7 @@ def test_what_is_not_finite_reaches_just_the_gradients_that_it_is_seen_with(
         torch.testing.assert_close(here[finite], right[finite], rtol=0.05, atol=0.02 * size)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@OF_GRADED_DIMS
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 @pytest.mark.parametrize("at", ["q", "k", "v", "do"])
 def test_what_documents_hide_from_one_another_leaves_their_gradients_as_they_are(
