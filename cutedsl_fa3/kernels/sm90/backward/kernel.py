@@ -12,7 +12,7 @@
     visits  which tile         the producer  when read
 
     barrier  threads   says
-    ds       all       dS of all keys lies in shared memory (and, with one place, may be written)
+    ds       all       dS (and P) of all keys lies in shared memory; with one place, may be written
     empty    128 + 32  a warpgroup's strip of dQ has been read, and may be written
     full     128 + 32  it is written, and may be added to the sums
 
@@ -97,17 +97,19 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         self.plan, self.schedule, self.dtype, self.dims = plan, s, dtype, dims
         self.strip = strip(s, dims[0])
         self.tiles = {
-            "k": Tile(s.tile_n, dims[0], dtype),
+            "k": Tile(s.tile_n, dims[0], dtype, pieces=s.beside),
             "v": Tile(s.tile_n, dims[1], dtype),
-            "q": Tile(s.tile_m, dims[0], dtype),
-            "do": Tile(s.tile_m, dims[1], dtype),
+            "q": Tile(s.tile_m, dims[0], dtype, pieces=s.sharing),
+            "do": Tile(s.tile_m, dims[1], dtype, pieces=s.sharing),
             "ds": Tile(s.tile_n, s.tile_m, dtype),
             "lse": Row(s.tile_m, Float32),
             "delta": Row(s.tile_m, Float32),
         }
+        self.places = {"ds": s.places}
+        if s.sharing > 1:
+            self.tiles["p"], self.places["p"] = self.tiles["ds"], s.places
         if s.add == "tma":
             self.tiles["sums"] = whole(s, dims[0])
-        self.places = {"ds": s.places}
         self.rings = {
             "kv": Ring(("k", "v"), 1),
             "rows": Ring(("q", "do", "lse", "delta"), s.stages),
@@ -158,10 +160,10 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         places = 1 + int(self.ever_full)
         products: dict[str, int] = {}
         for times, rows, cols, inner, beside in (
-            (s.parts, s.tile_n, s.part, d, 1),
-            (s.parts, s.tile_n, s.part, dv, 1),
-            (s.parts, s.tile_n, dv, s.part, 1),
-            (s.parts, s.tile_n, d, s.part, 1),
+            (s.parts, s.tile_n, s.part, d, s.sharing),
+            (s.parts, s.tile_n, s.part, dv, s.sharing),
+            (s.parts, s.tile_n, dv, s.part, s.sharing),
+            (s.parts, s.tile_n, d, s.part, s.sharing),
             (1, s.tile_m, d, s.tile_n, s.beside),
         ):
             name, count = wgmma.instructions(rows, cols // beside, inner, s.consumers // beside)

@@ -7,6 +7,9 @@ dV += P^T dO                         from registers
 dS -> shared memory, all warpgroups meet
 dQ = dS K                            each warpgroup its share of the tile
 dK += dS^T Q                         from registers; meanwhile dQ goes to the warp that adds it
+
+Warpgroups that share keys weigh a share of the queries each and need all of P: it goes to shared
+memory beside dS, and dV comes between dQ and dK.
 """
 
 from __future__ import annotations
@@ -47,23 +50,31 @@ class MainLoop:
             self.barriers["ds"].arrive_and_wait()
         for part in cutlass.range_constexpr(s.parts):
             acc_s, acc_dp = products[part]
-            later = 2 * (s.parts - 1 - part) + part  # products of later parts, dV of earlier ones
+            # Products of later parts, and dV of earlier ones.
+            later = 2 * (s.parts - 1 - part) + (part if s.sharing == 1 else 0)
             warpgroup.wait_group(later + 1)
             at = (f.places[part], corner)
             raw = self.kept(weigher, acc_s)
             weigher.weigh(acc_s, f.p16[part], *at, smem.lse, slot.index, masked)
+            if cutlass.const_expr(s.sharing > 1):
+                p = f.of_part(smem.p, part)[None, None, place]
+                wgmma.to_smem(f.p16[part], p, f.scores, thread)
             warpgroup.wait_group(later)
             weigher.differ(acc_s, acc_dp, *at, smem.delta, slot.index, masked, raw, smem.lse)
-            f.multiply_dv(slot, part)
+            if cutlass.const_expr(s.sharing == 1):
+                f.multiply_dv(slot, part, place)
             rounded(acc_dp, f.ds16[part])
-            ds = cute.local_tile(smem.ds[None, None, place], (s.tile_n, s.part), (0, part))
+            ds = f.of_part(smem.ds, part)[None, None, place]
             wgmma.to_smem(f.ds16[part], ds, f.scores, thread)
         cute.arch.fence_view_async_shared()
         self.barriers["ds"].arrive_and_wait()
         acc_dq = f.multiply_dq(place)
+        if cutlass.const_expr(s.sharing > 1):
+            for part in cutlass.range_constexpr(s.parts):
+                f.multiply_dv(slot, part, place)
         for part in cutlass.range_constexpr(s.parts):
-            f.multiply_dk(slot, part)
-        warpgroup.wait_group(s.parts)
+            f.multiply_dk(slot, part, place)
+        warpgroup.wait_group(s.parts if s.sharing == 1 else 2 * s.parts)
         if cutlass.const_expr(s.add == "direct"):
             strip = self.first_strip(io, head, w.batch) + m_block * s.consumers + group
             add(acc_dq, io.sums[1], strip, thread % wgmma.WARPGROUP)

@@ -17,18 +17,26 @@ if TYPE_CHECKING:
 
 Add = Literal["tma", "direct"]
 
+SHARES = (1, 2)  # warpgroups that may share keys
+NUMBERS = (
+    "tile_m", "tile_n", "stages", "places", "parts", "consumers", "sharing", "head_group"
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class BackwardSchedule:
     """Tile sizes, ring depths and consumer warpgroups of a backward.
 
     `tile_n` keys belong to a CTA, which walks along tiles of `tile_m` queries; each of `consumers`
-    warpgroups has 64 of the keys. `stages`: slots of Q and of dO; `places`: of dS, which all
-    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `parts`: the queries of
-    a tile are worked on in so many, so that the products of the second run under the weights of the
-    first, and P and dS of one take the registers of S and dP of the other. `add`: dQ joins its sums
-    by "tma" from shared memory, or "direct" from registers, four at once. `head_group`: heads whose
-    tiles are interleaved so that they stay in L2.
+    warpgroups has 64 of the keys, alone or as one of `sharing`. Those that share keys divide the
+    queries of S and dP and the columns of dV and dK among them, and hand each other P and dS
+    through shared memory: so a large head size leaves registers for the rest. `stages`: slots of Q
+    and of dO; `places`: of dS (and of such a P), which all warpgroups write and read (with 2 they
+    meet once a tile, with 1 twice). `parts`: the queries of a tile are worked on in so many, so
+    that the products of the second run under the weights of the first, and P and dS of one take the
+    registers of S and dP of the other. `add`: dQ joins its sums by "tma" from shared memory, or
+    "direct" from registers, four at once. `head_group`: heads whose tiles are interleaved so that
+    they stay in L2.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -40,6 +48,7 @@ class BackwardSchedule:
     places: int = 2
     parts: int = 1
     consumers: int = 2
+    sharing: int = 1
     add: Add = "tma"
     head_group: int = 8
 
@@ -48,11 +57,17 @@ class BackwardSchedule:
             if not ok:
                 raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
 
-        for field in ("tile_m", "tile_n", "stages", "places", "parts", "consumers", "head_group"):
+        for field in NUMBERS:
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
-        rows = wgmma.ROWS * self.consumers
-        need(self.tile_n == rows, "tile_n", f"{wgmma.ROWS} keys for each consumer: {rows}")
+        shares = [n for n in SHARES if self.consumers % n == 0]
+        need(self.sharing in shares, "sharing", f"one of {shares} of {self.consumers} consumers")
+        rows, keys = wgmma.ROWS * self.consumers, wgmma.ROWS * self.consumers // self.sharing
+        need(
+            self.tile_n == keys,
+            "tile_n",
+            f"{wgmma.ROWS} keys for each {'' if self.sharing == 1 else 'two '}of the consumers: {keys}",
+        )
         need(
             self.tile_m in (wgmma.ROWS, rows),
             "tile_m",
@@ -70,6 +85,11 @@ class BackwardSchedule:
         return self.tile_m // self.parts
 
     @property
+    def groups(self) -> int:
+        """Warpgroups, or two that share, one below the other along the keys."""
+        return self.consumers // self.sharing
+
+    @property
     def beside(self) -> int:
         """Warpgroups that share the rows of dQ, each with columns of its own."""
         return self.consumers if self.tile_m == wgmma.ROWS else 1
@@ -77,7 +97,8 @@ class BackwardSchedule:
     def __str__(self) -> str:
         return (
             f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, "
-            f"{self.places} places of dS, {self.consumers} consumer warpgroups, dQ added {self.add}"
+            f"{self.places} places of dS, {self.consumers} consumer warpgroups"
+            f"{f', {self.sharing} on the same keys' if self.sharing > 1 else ''}, dQ added {self.add}"
         )
 
 
