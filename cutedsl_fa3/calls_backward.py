@@ -18,9 +18,10 @@ from .inputs import (
     check_tensors,
     checked_scale,
 )
-from .kernels.sm90.backward.schedule import BackwardSchedule, tile_dims
+from .kernels.sm90.backward.schedule import BackwardSchedule
 from .plans_backward import BackwardPlan
 from .problem import Problem
+from .schedules_backward import tile_dims
 from .variant import Variant
 from .variant.derive import of_element
 from .variant.pairs import dense

@@ -68,7 +68,10 @@ class Tile:
                 f"tile dtype = {self.dtype!r}: a cutlass type is needed, e.g. cutlass.BFloat16"
             )
         if self.cols % self.pieces:
-            raise LayoutError(f"tile pieces = {self.pieces}: they do not divide {self.cols} columns")
+            raise LayoutError(
+                f"tile pieces = {self.pieces}: a number that divides the {self.cols} columns is "
+                "needed"
+            )
         widest(self.row_bytes // self.pieces)
 
     @property

@@ -42,6 +42,7 @@ from cutedsl_fa3.kernels.sm90.summarise import Summarise
 from cutedsl_fa3.layouts import Tile, wgmma
 from cutedsl_fa3.layouts.tile import Row
 from cutedsl_fa3.pipelines import (
+    DRAWING_BUDGETS,
     TMA_BUDGETS,
     Barrier,
     Barriers,
@@ -62,7 +63,7 @@ from .finish import Finish
 from .mainloop import MainLoop
 from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
-from .schedule import BackwardSchedule, tile_dims
+from .schedule import BackwardSchedule
 from .sums import strip, whole
 from .visiting import Visiting, end_turn, first_of, wait_for_turn
 
@@ -70,6 +71,10 @@ if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
 
 END = -1
+# Registers of a consumer's accumulators beyond which it needs those that the producer can spare;
+# below, the producer decides which tiles to visit without spilling. Origin: the compiler.
+CROWDED = 192
+RANK = 4  # dimensions of a tensor map: seqlen, head_dim, heads, batch
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     def __init__(self, plan: BackwardPlan) -> None:
         s: BackwardSchedule = plan.schedule
         problem = plan.problem
-        dtype, dims = problem.element, tile_dims(problem)
+        dtype, dims = problem.element, plan.tile_dims
         self.plan, self.schedule, self.dtype, self.dims = plan, s, dtype, dims
         self.strip = strip(s, dims[0])
         self.tiles = {
@@ -115,7 +120,8 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
             "rows": Ring(("q", "do", "lse", "delta"), s.stages),
             "visits": WordRing(words=2),
         }
-        producer, consumer = TMA_BUDGETS[s.consumers]
+        budgets = TMA_BUDGETS if s.accumulated(*dims) >= CROWDED else DRAWING_BUDGETS
+        producer, consumer = budgets[s.consumers]
         self.roles = {
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
@@ -157,21 +163,30 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         over those without.
         """
         s, (d, dv) = self.schedule, self.dims
+        adds = {}
+        if s.add == "tma":
+            adds = {f"dq of warpgroup {n}": self.strip for n in range(s.consumers)}
+        common = self.common_expectations(
+            dict.fromkeys(("k", "v", "q", "do"), 1), {}, RANK, adds=adds
+        )
+        rows = Expect("UBLKCP", "exactly", 2, "bulk copies of lse and delta")
         places = 1 + int(self.ever_full)
         products: dict[str, int] = {}
-        for times, rows, cols, inner, beside in (
+        for times, height, cols, inner, beside in (
             (s.parts, s.tile_n, s.part, d, s.sharing),
             (s.parts, s.tile_n, s.part, dv, s.sharing),
             (s.parts, s.tile_n, dv, s.part, s.sharing),
             (s.parts, s.tile_n, d, s.part, s.sharing),
             (1, s.tile_m, d, s.tile_n, s.beside),
         ):
-            name, count = wgmma.instructions(rows, cols // beside, inner, s.consumers // beside)
+            name, count = wgmma.instructions(height, cols // beside, inner, s.consumers // beside)
             products[name] = products.get(name, 0) + places * times * count
         scores = s.tile_m * s.tile_n // (s.consumers * wgmma.WARPGROUP)
         why = f"five products, in {places} places"
         exponentials = (Expect("MUFU.EX2", "at least", places * scores, "an exponential a score"),)
         return (
+            *common,
+            rows,
             *(Expect(name, "exactly", count, why) for name, count in products.items()),
             *(exponentials if self.plan.variant.weight is None else ()),
         )

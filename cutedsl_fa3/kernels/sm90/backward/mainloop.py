@@ -25,6 +25,16 @@ from .sums import add, write
 from .weights import Weigher
 
 
+def again(number: cutlass.Int32) -> cutlass.Int32:
+    """The same number, of which the compiler does not know that.
+
+    What follows from it is then computed in each step, in a few instructions, instead of being kept
+    in registers that the products need.
+    """
+    move = "mov.b32 {$w0}, {$r0};"
+    return cute.arch.inline_ptx(move, write_only_types=[cutlass.Int32], read_only_args=[number])
+
+
 class MainLoop:
     """What `BackwardSm90.consumer` does for each tile of queries.
 
@@ -37,6 +47,8 @@ class MainLoop:
         """One tile of queries; returns the ring's end and the next place of dS."""
         s = self.schedule
         m_block = word // 2
+        thread = again(thread)
+        places = f.places(thread)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         slot = ring.wait_and_advance()
         products = []
@@ -53,7 +65,7 @@ class MainLoop:
             # Products of later parts, and dV of earlier ones.
             later = 2 * (s.parts - 1 - part) + (part if s.sharing == 1 else 0)
             warpgroup.wait_group(later + 1)
-            at = (f.places[part], corner)
+            at = (places[part], corner)
             raw = self.kept(weigher, acc_s)
             weigher.weigh(acc_s, f.p16[part], *at, smem.lse, slot.index, masked)
             if cutlass.const_expr(s.sharing > 1):

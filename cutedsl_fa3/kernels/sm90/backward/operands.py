@@ -20,6 +20,8 @@ from .schedule import BackwardSchedule
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
 
+CHUNK = 8  # columns that a lane stores at once
+LANES = 4  # that hold a row of an accumulator together
 AT_ONCE = 8  # numbers that are rounded together
 WORDS = 32  # fp32 columns of the tensor that sums dQ: a row is the widest swizzle's 128 B
 
@@ -169,21 +171,34 @@ def store_rows(
     if factor is not None:
         for n in range(cute.size(acc)):
             acc[n] = acc[n] * factor
-    lane = cute.arch.lane_idx() % 4
-    first_chunk = places.col // 8
+    lane = cute.arch.lane_idx() % LANES
+    vectored = cute.size(values, mode=[1]) // CHUNK * CHUNK
     for r in range(len(places.row_offsets)):
-        vectors = wgmma.row_vectors(values[r, None], out.element_type)
-        _store_row(
-            vectors, out, first + places.row + places.row_offsets[r], first_chunk + lane, whole
-        )
+        of_row = [values[r, n] for n in range(cute.size(values, mode=[1]))]
+        vectors = wgmma.row_vectors(filled(of_row[:vectored]), out.element_type)
+        row = first + places.row + places.row_offsets[r]
+        _store_row(vectors, out, row, places.col // CHUNK + lane, CHUNK, whole)
+        pairs = [
+            filled(of_row[n : n + 2], out.element_type) for n in range(vectored, len(of_row), 2)
+        ]
+        _store_row(pairs, out, row, (places.col + LANES * vectored) // 2, 2, whole)
+
+
+def filled(values: list, dtype: type = Float32) -> cute.Tensor:
+    """Registers that hold these numbers."""
+    made = cute.make_rmem_tensor(len(values), dtype)
+    for n, value in enumerate(values):
+        made[n] = value.to(dtype)
+    return made
 
 
 @cute.jit
-def _store_row(vectors, out, row, chunk, whole: cutlass.Constexpr):
+def _store_row(vectors, out, row, chunk, size: cutlass.Constexpr, whole: cutlass.Constexpr):
+    """Vectors of `size` to every fourth place of that size from `chunk` on."""
     if row < out.shape[0]:
         for n in cutlass.range_constexpr(len(vectors)):
-            if whole or 8 * (chunk + 4 * n) < out.shape[1]:
-                target = cute.local_tile(out, (1, 8), (row, chunk + 4 * n))
+            if whole or size * (chunk + LANES * n) < out.shape[1]:
+                target = cute.local_tile(out, (1, size), (row, chunk + LANES * n))
                 cute.autovec_copy(vectors[n], target[0, None])
 
 
@@ -223,8 +238,12 @@ class Fragments:
             for cols in (dv, d)
         )
         self.dq = dq_mma(s, dtype, d)
+        # What a warpgroup reads of shared memory is the same for all of its threads; where the
+        # compiler knows it, addresses are in uniform registers and need not be moved there.
+        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         of_scores, of_dv, of_dk, of_dq = (
-            mma.get_slice(thread) for mma in (self.scores, self.dv, self.dk, self.dq)
+            mma.get_slice(group * wgmma.WARPGROUP)
+            for mma in (self.scores, self.dv, self.dk, self.dq)
         )
         self.k = self.scores.make_fragment_A(of_scores.partition_A(smem.k))
         self.v = self.scores.make_fragment_A(of_scores.partition_A(smem.v))
@@ -255,8 +274,12 @@ class Fragments:
         self.p16, self.ds16 = (
             [cute.make_rmem_tensor(held, dtype) for _ in range(s.parts)] for _ in range(2)
         )
+
+    def places(self, thread: Int32) -> list[Places]:
+        """Where a thread's scores of each part lie in the tile, as (queries, keys)."""
+        s = self.schedule
         at = wgmma.places(self.scores, s.tile_n, s.part, thread)
-        self.places = [
+        return [
             Places(at.col + n * s.part, at.row, at.col_offsets, at.row_offsets)
             for n in range(s.parts)
         ]

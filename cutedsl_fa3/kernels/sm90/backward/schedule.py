@@ -1,19 +1,12 @@
-"""How the backward's work is cut: the numbers to measure, and the table of those measured."""
+"""How the backward's work is cut: the numbers to measure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from cutedsl_fa3.layouts import wgmma
-from cutedsl_fa3.pipelines import ScheduleError
-from cutedsl_fa3.pipelines.schedule import MAX_HEAD_GROUP, is_whole
-from cutedsl_fa3.variant.derive import number, of_element
-
-if TYPE_CHECKING:
-    from cutedsl_fa3.problem import Problem
-    from cutedsl_fa3.variant import Variant
-
+from cutedsl_fa3.pipelines.schedule import MAX_HEAD_GROUP, field_rule, is_whole
 
 Add = Literal["tma", "direct"]
 
@@ -53,21 +46,15 @@ class BackwardSchedule:
     head_group: int = 8
 
     def __post_init__(self) -> None:
-        def need(ok: bool, field: str, allowed: str) -> None:
-            if not ok:
-                raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
-
+        need = field_rule(self)
         for field in NUMBERS:
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
         shares = [n for n in SHARES if self.consumers % n == 0]
         need(self.sharing in shares, "sharing", f"one of {shares} of {self.consumers} consumers")
         rows, keys = wgmma.ROWS * self.consumers, wgmma.ROWS * self.consumers // self.sharing
-        need(
-            self.tile_n == keys,
-            "tile_n",
-            f"{wgmma.ROWS} keys for each {'' if self.sharing == 1 else 'two '}of the consumers: {keys}",
-        )
+        each = "each consumer" if self.sharing == 1 else f"{self.sharing} consumers"
+        need(self.tile_n == keys, "tile_n", f"{wgmma.ROWS} keys for {each}: {keys}")
         need(
             self.tile_m in (wgmma.ROWS, rows),
             "tile_m",
@@ -89,61 +76,22 @@ class BackwardSchedule:
         """Warpgroups, or two that share, one below the other along the keys."""
         return self.consumers // self.sharing
 
+    def accumulated(self, d: int, dv: int) -> int:
+        """Registers of a thread that hold sums of products: dK and dV, with S and dP or dQ."""
+        of_keys = wgmma.ROWS * self.groups * (d + dv)
+        return (of_keys + max(2 * self.tile_n * self.tile_m, self.tile_m * d)) // (
+            self.consumers * wgmma.WARPGROUP
+        )
+
     @property
     def beside(self) -> int:
         """Warpgroups that share the rows of dQ, each with columns of its own."""
         return self.consumers if self.tile_m == wgmma.ROWS else 1
 
     def __str__(self) -> str:
+        sharing = f", {self.sharing} on the same keys" if self.sharing > 1 else ""
         return (
             f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, "
             f"{self.places} places of dS, {self.consumers} consumer warpgroups"
-            f"{f', {self.sharing} on the same keys' if self.sharing > 1 else ''}, dQ added {self.add}"
+            f"{sharing}, dQ added {self.add}"
         )
-
-
-# By the head sizes of the tiles. Origin: the most queries whose accumulators and operands leave no
-# spills, and whose tiles fit into shared memory.
-TABLE = {
-    (64, 64): BackwardSchedule(tile_m=128, parts=2),
-    (128, 128): BackwardSchedule(tile_m=64),
-}
-
-
-def tile_dims(problem: Problem) -> tuple[int, int]:
-    """The smallest (head_dim, head_dim_v) of the table that holds those of a problem.
-
-    Raises: ScheduleError where none does.
-    """
-    needed = (problem.head_dim, problem.head_dim_v)
-    holding = [pair for pair in TABLE if all(n <= d for n, d in zip(needed, pair, strict=True))]
-    if not holding:
-        largest = max(TABLE)
-        raise ScheduleError(
-            f"head_dim, head_dim_v = {needed[0]}, {needed[1]}: the backward has tiles of head "
-            f"sizes up to {largest[0]} and {largest[1]}"
-        )
-    return min(holding, key=sum)
-
-
-def default_schedule(
-    variant: Variant, problem: Problem, deterministic: bool = False
-) -> BackwardSchedule:
-    """The schedule of this problem.
-
-    Where the derivative is a function to be computed, dQ goes directly: that spares the registers
-    of its way through shared memory, without which these kernels spill. A fixed order needs it.
-
-    Raises: ScheduleError where there is none.
-    """
-    schedule = TABLE[tile_dims(problem)]
-    if deterministic or not has_slope(variant):
-        return schedule
-    return replace(schedule, add="direct")
-
-
-def has_slope(variant: Variant) -> bool:
-    """Whether the derivative by the score is more than a number."""
-    derived = of_element(variant)
-    slope = None if derived is None else derived.inputs.get("score")
-    return slope is not None and number(slope) is None
