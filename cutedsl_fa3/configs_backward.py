@@ -76,7 +76,9 @@ def configs() -> dict[str, BackwardPlan]:
     """All of them, by a name such as d192x128-bf16-uniform."""
     found: dict[str, BackwardPlan] = {}
 
-    def add(kind: str, dims: tuple[int, int], dtype: str = "bf16", deterministic=False) -> None:
+    def add(
+        kind: str, dims: tuple[int, int], dtype: str = "bf16", deterministic: bool = False
+    ) -> None:
         d, dv = dims
         name = f"d{d if d == dv else f'{d}x{dv}'}-{dtype}-{kind.replace(' ', '_')}"
         name += "-deterministic" if deterministic else ""
@@ -93,3 +95,8 @@ def configs() -> dict[str, BackwardPlan]:
     for kind in variants():
         add(kind, USUAL)
     return found
+
+
+def label(plan: BackwardPlan) -> str:
+    """The name of one of them; another plan of equal code has it too."""
+    return next(name for name, known in configs().items() if known.key_text == plan.key_text)

@@ -59,7 +59,7 @@ class MainLoop:
         weigher = self.weigher(io, head, w.batch)
         corner = (m_block * s.tile_m, w.n_block * s.tile_n)
         if cutlass.const_expr(s.places == 1):
-            self.barriers["ds"].arrive_and_wait()
+            self.meet(group)
         for part in cutlass.range_constexpr(s.parts):
             acc_s, acc_dp = products[part]
             # Products of later parts, and dV of earlier ones.
@@ -79,7 +79,7 @@ class MainLoop:
             ds = f.of_part(smem.ds, part)[None, None, place]
             wgmma.to_smem(f.ds16[part], ds, f.scores, thread)
         cute.arch.fence_view_async_shared()
-        self.barriers["ds"].arrive_and_wait()
+        self.meet(group)
         acc_dq = f.multiply_dq(place)
         if cutlass.const_expr(s.sharing > 1):
             for part in cutlass.range_constexpr(s.parts):
@@ -99,6 +99,10 @@ class MainLoop:
         warpgroup.wait_group(0)
         slot.release()
         return ring, place ^ (s.places - 1)
+
+    def meet(self, group: cutlass.Int32) -> None:
+        """Wait until all warpgroups have come here; this one is `group`."""
+        self.barriers["ds"].arrive_and_wait()
 
     def weigher(self, io, head, batch) -> Weigher:
         """The variant's functions at one head of queries, and where captured tensors' parts go."""
