@@ -145,7 +145,7 @@ def test_a_place_of_dq_that_is_written_without_waiting_is_a_race():
     class Hasty(type(kernel)):
         """Adds the strips to the sums without waiting until they are written."""
 
-        def add_tile(self, io, smem, first, turn):
+        def add_tile(self, io, smem, first, turn, counter):
             for group in range(self.schedule.consumers):
                 mine = smem.sums
                 self.store(self.tiles["sums"], io.sums, mine, (first + group, 0), wait=False)

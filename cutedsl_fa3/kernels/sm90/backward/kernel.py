@@ -65,7 +65,7 @@ from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
 from .schedule import BackwardSchedule
 from .sums import strip, whole
-from .visiting import Visiting, end_turn, first_of, wait_for_turn
+from .visiting import Visiting, end_turn, wait_for_turn
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
@@ -270,27 +270,23 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     @cute.jit
     def produce(self, io, smem, ports, w):
         """K and V, then the rows of each tile of queries that sees them, of head after head."""
-        ring, visits = ports.rows, ports.visits
         load_k = self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0, prefetch=False)
         load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0, prefetch=False)
         slot_kv = ports.kv.acquire_and_advance()
         load_k(w.n_block, slot_kv)
         load_v(w.n_block, slot_kv)
         slot_kv.commit()
-        for phase in cutlass.range(self.phases, unroll=1):
-            for member in cutlass.range(self.group(io), unroll=1):
-                head = w.kv_head * self.group(io) + member
-                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
-                    found, masked = self.seen(io, w, head, base, phase)
-                    while found != 0:
-                        bit = first_of(found)
-                        m_block = self.m_block(io, base + bit)
-                        found = found & (found - 1)
-                        visits = put(visits, smem.visits, 2 * m_block + (masked >> bit & 1), head)
-                        slot = ring.acquire_and_advance()
-                        self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
-                        self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
-                        slot.commit()
+
+        def load(ends, m_block, head, masked, _):
+            visits, ring = ends
+            visits = put(visits, smem.visits, 2 * m_block + masked, head)
+            slot = ring.acquire_and_advance()
+            self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
+            self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
+            slot.commit()
+            return visits, ring
+
+        visits, _ = self.walk(io, w, (ports.visits, ports.rows), load, False)
         put(visits, smem.visits, Int32(END), Int32(0))
 
     def rows(self, source, numbers, names, smem, slot, m_block, head, w) -> None:
@@ -309,31 +305,25 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         cpasync.prefetch_descriptor(io.sums[0])
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["empty", group].arrive_unaligned()
-        for phase in cutlass.range(self.phases, unroll=1):
-            for member in cutlass.range(self.group(io), unroll=1):
-                head = w.kv_head * self.group(io) + member
-                first = self.first_strip(io, head, w.batch)
-                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
-                    found, _ = self.seen(io, w, head, base, phase)
-                    before = self.turns(io, w, head, base) if self.plan.deterministic else None
-                    while found != 0:
-                        bit = first_of(found)
-                        m_block = self.m_block(io, base + bit)
-                        found = found & (found - 1)
-                        turn = None
-                        if cutlass.const_expr(self.plan.deterministic):
-                            mine = cute.arch.shuffle_sync(before, bit)
-                            turn = (mine, io.turns[None, m_block, head, w.batch])
-                        self.add_tile(io, smem, first + m_block * s.consumers, turn)
+
+        def add(ends, m_block, head, masked, turn):
+            first = self.first_strip(io, head, w.batch) + m_block * s.consumers
+            counter = None
+            if cutlass.const_expr(self.plan.deterministic):
+                counter = io.turns[None, m_block, head, w.batch]
+            self.add_tile(io, smem, first, turn, counter)
+            return ends
+
+        self.walk(io, w, Int32(0), add, self.plan.deterministic)
 
     @cute.jit
-    def add_tile(self, io, smem, first, turn):
-        """Add the strips from `first` on, in turn if there is one."""
+    def add_tile(self, io, smem, first, turn, counter):
+        """Add the strips from `first` on, in turn if there is one: when `counter` says so."""
         s = self.schedule
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["full", group].arrive_and_wait()
             if cutlass.const_expr(turn is not None and group == 0):
-                wait_for_turn(turn[1], turn[0])
+                wait_for_turn(counter, turn)
             strip = (self.strip.rows, self.strip.cols)
             mine = cute.local_tile(smem.sums, strip, (group, 0))
             self.store(self.strip, io.sums, mine, (first + group, 0), wait=False)
@@ -341,7 +331,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["empty", group].arrive_unaligned()
         if cutlass.const_expr(turn is not None):
-            end_turn(turn[1])
+            end_turn(counter)
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
