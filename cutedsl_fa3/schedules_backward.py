@@ -55,18 +55,18 @@ TABLE = (
     Row(64, 64, "uniform", False, _TWO_PARTS, ""),
     Row(64, 64, "tables", False, _PLAIN, ""),
     Row(64, 64, "much", False, _SHARED, ""),
-    Row(64, 64, "weights", True, _TWO_PARTS, ""),
+    Row(64, 64, "light", True, _TWO_PARTS, ""),
     Row(64, 64, "elements", True, _PLAIN, ""),
     Row(64, 64, "much", True, _SHARED, ""),
     Row(96, 96, "tables", False, _PLAIN, ""),
     Row(96, 96, "much", False, _SHARED, ""),
-    Row(96, 96, "uniform", True, _PLAIN, ""),
+    Row(96, 96, "light", True, _PLAIN, ""),
     Row(96, 96, "much", True, _SHARED, ""),
     Row(128, 128, "weights", False, _PLAIN, ""),
     Row(128, 128, "uniform", False, replace(_PLAIN, places=1), ""),
     Row(128, 128, "tables", False, _PLAIN, ""),
     Row(128, 128, "much", False, _SHARED, ""),
-    Row(128, 128, "weights", True, _PLAIN, ""),
+    Row(128, 128, "light", True, _PLAIN, ""),
     Row(128, 128, "much", True, _SHARED, ""),
     Row(192, 128, "much", False, _SHARED, ""),
     Row(192, 128, "much", True, _SHARED, ""),
@@ -123,13 +123,14 @@ def default_schedule(
 ) -> BackwardSchedule:
     """The schedule of this problem.
 
-    Where the derivative is a function to be computed, dQ goes directly: that spares the registers
-    of its way through shared memory, without which these kernels spill. A fixed order needs it.
+    Where the derivative is a function to be computed and warpgroups have their keys alone, dQ goes
+    directly: that spares the registers of its way through shared memory, without which these
+    kernels spill. A fixed order needs that way.
 
     Raises: ScheduleError where there is none.
     """
     schedule = serving_row(variant, problem, deterministic, wanted).schedule
-    if deterministic or not has_slope(variant):
+    if deterministic or schedule.sharing > 1 or not has_slope(variant):
         return schedule
     return replace(schedule, add="direct")
 
