@@ -54,13 +54,13 @@ from cutedsl_fa3.pipelines import (
     WarpSpecialized,
     WordRing,
     put,
-    take,
 )
 from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant.describe import ever_full
 
 from .finish import Finish
-from .mainloop import MainLoop
+from .lagging import Lagging
+from .mainloop import END, MainLoop
 from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
 from .schedule import BackwardSchedule
@@ -70,7 +70,6 @@ from .visiting import Visiting, end_turn, wait_for_turn
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
 
-END = -1
 # Registers of a consumer's accumulators beyond which it needs those that the producer can spare;
 # below, the producer decides which tiles to visit without spilling. Origin: the compiler.
 CROWDED = 192
@@ -86,7 +85,7 @@ class Work:
     batch: Int32
 
 
-class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
+class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
     """Tables and roles of the backward for one plan."""
 
     arch = "sm_90a"
@@ -160,7 +159,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         """What the tables promise about the machine code.
 
         The loop over tiles with an element mask is a place for the five products, so is the loop
-        over those without.
+        over those without; with `lag` the first tile and what follows the last are one more.
         """
         s, (d, dv) = self.schedule, self.dims
         adds = {}
@@ -170,7 +169,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
             dict.fromkeys(("k", "v", "q", "do"), 1), {}, RANK, adds=adds
         )
         rows = Expect("UBLKCP", "exactly", 2, "bulk copies of lse and delta")
-        places = 1 + int(self.ever_full)
+        places = 1 + int(self.ever_full) + int(s.lag)
         products: dict[str, int] = {}
         for times, height, cols, inner, beside in (
             (s.parts, s.tile_n, s.part, d, s.sharing),
@@ -341,26 +340,11 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         f = Fragments(s, self.dtype, self.dims, smem, thread)
         f.acc_dk.fill(0.0)
         f.acc_dv.fill(0.0)
-        ring, visits = ports.rows, ports.visits
         ports.kv.wait_and_advance()
-        place = Int32(0)
-        visits, word, head = take(visits, smem.visits)
-        if cutlass.const_expr(self.plan.deterministic):
-            while word != END:
-                at = (word, head, place, thread)
-                if word % 2 == 1:
-                    ring, place = self.step(io, smem, f, w, ring, *at, True)
-                else:
-                    ring, place = self.step(io, smem, f, w, ring, *at, False)
-                visits, word, head = take(visits, smem.visits)
+        if cutlass.const_expr(s.lag):
+            self.along_lagging(io, smem, f, w, ports, thread)
         else:
-            while word != END and word % 2 == 1:
-                ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, True)
-                visits, word, head = take(visits, smem.visits)
-            if cutlass.const_expr(self.ever_full):
-                while word != END:
-                    ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, False)
-                    visits, word, head = take(visits, smem.visits)
+            self.along(io, smem, f, w, ports, thread)
         if cutlass.const_expr(s.add == "tma"):
             group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             self.barriers["empty", group].arrive_and_wait()

@@ -19,10 +19,13 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cutedsl_fa3.layouts import wgmma
+from cutedsl_fa3.pipelines import take
 
 from .operands import rounded
 from .sums import add, write
 from .weights import Weigher
+
+END = -1  # in place of a tile: there are no more
 
 
 def again(number: cutlass.Int32) -> cutlass.Int32:
@@ -40,6 +43,29 @@ class MainLoop:
 
     Mixed into a kernel that has `schedule`, `barriers`, `sums` and `elements`.
     """
+
+    @cute.jit
+    def along(self, io, smem, f, w, ports, thread):
+        """All tiles of queries that the producer names."""
+        ring, visits = ports.rows, ports.visits
+        place = cutlass.Int32(0)
+        visits, word, head = take(visits, smem.visits)
+        if cutlass.const_expr(self.plan.deterministic):
+            while word != END:
+                at = (word, head, place, thread)
+                if word % 2 == 1:
+                    ring, place = self.step(io, smem, f, w, ring, *at, True)
+                else:
+                    ring, place = self.step(io, smem, f, w, ring, *at, False)
+                visits, word, head = take(visits, smem.visits)
+        else:
+            while word != END and word % 2 == 1:
+                ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, True)
+                visits, word, head = take(visits, smem.visits)
+            if cutlass.const_expr(self.ever_full):
+                while word != END:
+                    ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, False)
+                    visits, word, head = take(visits, smem.visits)
 
     @cute.jit
     def step(self, io, smem, f, w, ring, word, head, place, thread,
@@ -87,18 +113,24 @@ class MainLoop:
         for part in cutlass.range_constexpr(s.parts):
             f.multiply_dk(slot, part, place)
         warpgroup.wait_group(s.parts if s.sharing == 1 else 2 * s.parts)
-        if cutlass.const_expr(s.add == "direct"):
-            strip = self.first_strip(io, head, w.batch) + m_block * s.consumers + group
-            add(acc_dq, io.sums[1], strip, thread % wgmma.WARPGROUP)
-        else:
-            self.barriers["empty", group].arrive_and_wait()
-            strip = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), (group, 0))
-            write(acc_dq, strip, thread % wgmma.WARPGROUP)
-            cute.arch.fence_view_async_shared()
-            self.barriers["full", group].arrive_unaligned()
+        self.give(io, smem, w, acc_dq, word, head, thread)
         warpgroup.wait_group(0)
         slot.release()
         return ring, place ^ (s.places - 1)
+
+    def give(self, io, smem, w, acc_dq, word, head, thread) -> None:
+        """Add this warpgroup's share of dQ to its sums, or hand it to the warp that adds."""
+        s = self.schedule
+        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        if s.add == "direct":
+            strip = self.first_strip(io, head, w.batch) + word // 2 * s.consumers + group
+            add(acc_dq, io.sums[1], strip, thread % wgmma.WARPGROUP)
+            return
+        self.barriers["empty", group].arrive_and_wait()
+        strip = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), (group, 0))
+        write(acc_dq, strip, thread % wgmma.WARPGROUP)
+        cute.arch.fence_view_async_shared()
+        self.barriers["full", group].arrive_unaligned()
 
     def meet(self, group: cutlass.Int32) -> None:
         """Wait until all warpgroups have come here; this one is `group`."""
