@@ -22,11 +22,12 @@ from .inputs import (
     checked_scale,
     without_scores,
 )
-from .kernels.sm90.backward.schedule import BackwardSchedule, tile_dims
+from .kernels.sm90.backward.schedule import BackwardSchedule
 from .kernels.sm90.backward.work import FLAGGED
 from .pipelines import ScheduleError
 from .plans_backward import BackwardPlan
 from .problem import Problem
+from .schedules_backward import tile_dims
 from .variant import Variant
 from .variant.derive import of_element
 from .variant.pairs import dense

@@ -14,9 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from twin_cases import BATCH, HEADS, KV_HEADS, drawn, exact, variants
 
 import cutedsl_fa3 as fa3
-from cutedsl_fa3 import Elementwise, OnlineSoftmax, backward, calls_backward, inputs, masks, scores
-from cutedsl_fa3.kernels.sm90.backward import schedule
-from cutedsl_fa3.kernels.sm90.backward.schedule import TABLE
+from cutedsl_fa3 import (
+    Elementwise,
+    OnlineSoftmax,
+    backward,
+    calls_backward,
+    inputs,
+    masks,
+    schedules_backward,
+    scores,
+)
 
 NAMES = (
     "q", "k", "v", "out", "lse", "do", "dlse", "dq", "dk", "dv", "captures", "table", "lse_log2",
@@ -56,7 +63,9 @@ def test_the_backwards_kernels_get_their_arguments_in_the_order_of_their_host_fu
     assert given["captures"] == inputs.as_numbers(variant.captures)
     assert same_memory(given["captured"][0], found[3]) and not found[3].any()
     assert given["scale"] == 0.5 and given["turns"] is None and given["table"] is None
-    padded = -(-300 // TABLE[64, 64].tile_m) * TABLE[64, 64].tile_m
+    problem = fa3.Problem("bf16", 64, 64)
+    tile_m = schedules_backward.default_schedule(variant, problem, wanted=(0,)).tile_m
+    padded = -(-300 // tile_m) * tile_m
     assert given["lse_log2"].shape == given["delta"].shape == (2, 4, padded)
     assert given["sums"].numel() == 2 * 4 * padded * 64
     assert given["flags"].shape == (2 * 2 * 256 // 16,)  # two tiles of keys of each of two heads
@@ -155,7 +164,7 @@ def test_neither_a_variant_nor_its_tensors_are_held_after_a_backward(gpu):
 def test_a_gradient_without_a_kernel_is_refused_by_the_forward_that_asks_for_one(
     gpu, monkeypatch, place
 ):
-    monkeypatch.setattr(schedule, "TABLE", {(64, 64): TABLE[64, 64]})
+    monkeypatch.setattr(schedules_backward, "TABLE", schedules_backward.TABLE[:1])
     tensors = dict(zip("qkv", drawn(1, 64, 64, 4, 4, 128), strict=True), captured=torch.rand(4))
     q, k, v, slopes = tensors.values()
     variant = fa3.Variant(scores.alibi(slopes))

@@ -10,8 +10,8 @@ from gradients import by_autograd, of_reference
 import cutedsl_fa3 as fa3
 from cutedsl_fa3 import Variant, masks, reference
 from cutedsl_fa3.calls_backward import backward
-from cutedsl_fa3.kernels.sm90.backward.schedule import default_schedule
 from cutedsl_fa3.problem import Problem
+from cutedsl_fa3.schedules_backward import TABLE, default_schedule
 from cutedsl_fa3.variant import Elementwise
 
 pytestmark = pytest.mark.gpu
@@ -27,9 +27,11 @@ SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv_heads
 
 
 def drawn(batch, seqlen_q, seqlen_k, heads, kv_heads, dim, dtype=torch.bfloat16):
-    """q, k, v and the gradient of the output."""
-    shapes = ((seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads), (seqlen_q, heads))
-    return tuple(torch.randn(batch, *s, dim, device="cuda").to(dtype) for s in shapes)
+    """q, k, v and the gradient of the output; `dim` is of all, or (of q and k, of v)."""
+    d, dv = dim if isinstance(dim, tuple) else (dim, dim)
+    queries, keys = (seqlen_q, heads), (seqlen_k, kv_heads)
+    shapes = ((*queries, d), (*keys, d), (*keys, dv), (*queries, dv))
+    return tuple(torch.randn(batch, *s, device="cuda").to(dtype) for s in shapes)
 
 
 def gradients(q, k, v, do, variant, **options):
@@ -58,7 +60,7 @@ def hold(found, q, k, v, do, variant):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 128, (192, 128), 160, 192, 248, 256], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", [None, masks.causal, masks.window(100, 30)])
 def test_gradients_match_fp64_on_every_tail_and_ratio(dtype, dim, shape, mask):
@@ -67,7 +69,7 @@ def test_gradients_match_fp64_on_every_tail_and_ratio(dtype, dim, shape, mask):
     hold(gradients(q, k, v, do, variant), q, k, v, do, variant)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_gradient_of_a_sum_has_no_strides(dim):
     variant = Variant(mask=masks.causal)
     q, k, v, do = drawn(2, 200, 200, 2, 2, dim)
@@ -86,6 +88,17 @@ def test_both_ways_to_add_dq_agree_with_fp64(dim, add):
     hold(gradients(q, k, v, do, variant, schedule=schedule), q, k, v, do, variant)
 
 
+@pytest.mark.parametrize("row", TABLE, ids=str)
+@pytest.mark.parametrize("kind", ["causal", "documents"])
+def test_every_schedule_of_the_table_agrees_with_fp64(row, kind):
+    document = torch.arange(600, device="cuda") // 150
+    packed = Variant(mask=lambda b, h, q, k: (document[q] == document[k]) & (k <= q))
+    variant = Variant(mask=masks.causal) if kind == "causal" else packed
+    q, k, v, do = drawn(2, 333, 517, 4, 2, (row.head_dim, row.head_dim_v))
+    options = {"schedule": row.schedule, "deterministic": row.deterministic}
+    hold(gradients(q, k, v, do, variant, **options), q, k, v, do, variant)
+
+
 def test_rows_that_see_nothing_and_keys_that_nobody_sees_get_exactly_0():
     variant = Variant(mask=lambda b, h, q, k: (q >= 150) & (k < 300) & (k <= q))
     q, k, v, do = drawn(1, 400, 400, 2, 2, 128)
@@ -98,7 +111,7 @@ def test_rows_that_see_nothing_and_keys_that_nobody_sees_get_exactly_0():
 ORDERED = {"full": None, "causal": masks.causal, "window": masks.window(300, 0)}
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, (192, 128), 192, 256], ids=str)
 @pytest.mark.parametrize("mask", ORDERED)
 def test_a_fixed_order_gives_equal_bits_in_30_runs(dim, mask):
     alone(run_again, dim, mask)
@@ -136,7 +149,7 @@ def captured_cases():
 CAPTURED = ("slopes", "keys", "distances", "temperature", "weights")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, (192, 128), 256], ids=str)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_scores_weights_and_what_they_capture_get_gradients(dim, name):
     variant = captured_cases()[name]

@@ -12,7 +12,7 @@
     visits  which tile         the producer  when read
 
     barrier  threads   says
-    ds       all       dS of all keys lies in shared memory (and, with one place, may be written)
+    ds       all       dS (and P) of all keys lies in shared memory; with one place, may be written
     empty    128 + 32  a warpgroup's strip of dQ has been read, and may be written
     full     128 + 32  it is written, and may be added to the sums
 
@@ -41,6 +41,7 @@ from cutedsl_fa3.kernels.sm90.summarise import Summarise
 from cutedsl_fa3.layouts import Tile, wgmma
 from cutedsl_fa3.layouts.tile import Row
 from cutedsl_fa3.pipelines import (
+    DRAWING_BUDGETS,
     TMA_BUDGETS,
     Barrier,
     Barriers,
@@ -52,28 +53,31 @@ from cutedsl_fa3.pipelines import (
     WarpSpecialized,
     WordRing,
     put,
-    take,
 )
 from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant.describe import ever_full
 
 from .again import Given, note
 from .finish import Finish
-from .mainloop import MainLoop
+from .lagging import Lagging
+from .mainloop import END, MainLoop
 from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
-from .schedule import BackwardSchedule, tile_dims
+from .schedule import BackwardSchedule
 from .sums import strip, whole
-from .visiting import Visiting, end_turn, first_of, wait_for_turn
+from .visiting import Visiting, end_turn, wait_for_turn
 from .work import Work, work_of
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
 
-END = -1
+# Registers of a consumer's accumulators beyond which it needs those that the producer can spare;
+# below, the producer decides which tiles to visit without spilling. Origin: the compiler.
+CROWDED = 192
+RANK = 4  # dimensions of a tensor map: seqlen, head_dim, heads, batch
 
 
-class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
+class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
     """Tables and roles of the backward for one plan."""
 
     arch = "sm_90a"
@@ -85,27 +89,30 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     def __init__(self, plan: BackwardPlan) -> None:
         s: BackwardSchedule = plan.schedule
         problem = plan.problem
-        dtype, dims = problem.element, tile_dims(problem)
+        dtype, dims = problem.element, plan.tile_dims
         self.plan, self.schedule, self.dtype, self.dims = plan, s, dtype, dims
         self.strip = strip(s, dims[0])
         self.tiles = {
-            "k": Tile(s.tile_n, dims[0], dtype),
+            "k": Tile(s.tile_n, dims[0], dtype, pieces=s.beside),
             "v": Tile(s.tile_n, dims[1], dtype),
-            "q": Tile(s.tile_m, dims[0], dtype),
-            "do": Tile(s.tile_m, dims[1], dtype),
+            "q": Tile(s.tile_m, dims[0], dtype, pieces=s.sharing),
+            "do": Tile(s.tile_m, dims[1], dtype, pieces=s.sharing),
             "ds": Tile(s.tile_n, s.tile_m, dtype),
             "lse": Row(s.tile_m, Float32),
             "delta": Row(s.tile_m, Float32),
         }
+        self.places = {"ds": s.places}
+        if s.sharing > 1:
+            self.tiles["p"], self.places["p"] = self.tiles["ds"], s.places
         if s.add == "tma":
             self.tiles["sums"] = whole(s, dims[0])
-        self.places = {"ds": s.places}
         self.rings = {
             "kv": Ring(("k", "v"), 1),
             "rows": Ring(("q", "do", "lse", "delta"), s.stages),
             "visits": WordRing(words=2),
         }
-        producer, consumer = TMA_BUDGETS[s.consumers]
+        budgets = TMA_BUDGETS if s.accumulated(*dims) >= CROWDED else DRAWING_BUDGETS
+        producer, consumer = budgets[s.consumers]
         self.roles = {
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
@@ -144,24 +151,33 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         """What the tables promise about the machine code.
 
         The loop over tiles with an element mask is a place for the five products, so is the loop
-        over those without.
+        over those without; with `lag` the first tile and what follows the last are one more.
         """
         s, (d, dv) = self.schedule, self.dims
-        places = 1 + int(self.ever_full)
+        adds = {}
+        if s.add == "tma":
+            adds = {f"dq of warpgroup {n}": self.strip for n in range(s.consumers)}
+        common = self.common_expectations(
+            dict.fromkeys(("k", "v", "q", "do"), 1), {}, RANK, adds=adds
+        )
+        rows = Expect("UBLKCP", "exactly", 2, "bulk copies of lse and delta")
+        places = 1 + int(self.ever_full) + int(s.lag)
         products: dict[str, int] = {}
-        for times, rows, cols, inner, beside in (
-            (s.parts, s.tile_n, s.part, d, 1),
-            (s.parts, s.tile_n, s.part, dv, 1),
-            (s.parts, s.tile_n, dv, s.part, 1),
-            (s.parts, s.tile_n, d, s.part, 1),
+        for times, height, cols, inner, beside in (
+            (s.parts, s.tile_n, s.part, d, s.sharing),
+            (s.parts, s.tile_n, s.part, dv, s.sharing),
+            (s.parts, s.tile_n, dv, s.part, s.sharing),
+            (s.parts, s.tile_n, d, s.part, s.sharing),
             (1, s.tile_m, d, s.tile_n, s.beside),
         ):
-            name, count = wgmma.instructions(rows, cols // beside, inner, s.consumers // beside)
+            name, count = wgmma.instructions(height, cols // beside, inner, s.consumers // beside)
             products[name] = products.get(name, 0) + places * times * count
         scores = s.tile_m * s.tile_n // (s.consumers * wgmma.WARPGROUP)
         why = f"five products, in {places} places"
         exponentials = (Expect("MUFU.EX2", "at least", places * scores, "an exponential a score"),)
         return (
+            *common,
+            rows,
             *(Expect(name, "exactly", count, why) for name, count in products.items()),
             *(exponentials if self.plan.variant.weight is None else ()),
         )
@@ -242,27 +258,23 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     @cute.jit
     def produce(self, io, smem, ports, w):
         """K and V, then the rows of each tile of queries that sees them, of head after head."""
-        ring, visits = ports.rows, ports.visits
         load_k = self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0, prefetch=False)
         load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0, prefetch=False)
         slot_kv = ports.kv.acquire_and_advance()
         load_k(w.n_block, slot_kv)
         load_v(w.n_block, slot_kv)
         slot_kv.commit()
-        for phase in cutlass.range(self.phases, unroll=1):
-            for member in cutlass.range(self.group(io), unroll=1):
-                head = w.kv_head * self.group(io) + member
-                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
-                    found, masked = self.seen(io, w, head, base, phase)
-                    while found != 0:
-                        bit = first_of(found)
-                        m_block = self.m_block(io, base + bit)
-                        found = found & (found - 1)
-                        visits = put(visits, smem.visits, 2 * m_block + (masked >> bit & 1), head)
-                        slot = ring.acquire_and_advance()
-                        self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
-                        self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
-                        slot.commit()
+
+        def load(ends, m_block, head, masked, _):
+            visits, ring = ends
+            visits = put(visits, smem.visits, 2 * m_block + masked, head)
+            slot = ring.acquire_and_advance()
+            self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
+            self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
+            slot.commit()
+            return visits, ring
+
+        visits, _ = self.walk(io, w, (ports.visits, ports.rows), load, False)
         put(visits, smem.visits, Int32(END), Int32(0))
 
     def rows(self, source, numbers, names, smem, slot, m_block, head, w) -> None:
@@ -281,31 +293,25 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         cpasync.prefetch_descriptor(io.sums[0])
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["empty", group].arrive_unaligned()
-        for phase in cutlass.range(self.phases, unroll=1):
-            for member in cutlass.range(self.group(io), unroll=1):
-                head = w.kv_head * self.group(io) + member
-                first = self.first_strip(io, head, w.batch)
-                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
-                    found, _ = self.seen(io, w, head, base, phase)
-                    before = self.turns(io, w, head, base) if self.plan.deterministic else None
-                    while found != 0:
-                        bit = first_of(found)
-                        m_block = self.m_block(io, base + bit)
-                        found = found & (found - 1)
-                        turn = None
-                        if cutlass.const_expr(self.plan.deterministic):
-                            mine = cute.arch.shuffle_sync(before, bit)
-                            turn = (mine, io.turns[None, m_block, head, w.batch])
-                        self.add_tile(io, smem, first + m_block * s.consumers, turn)
+
+        def add(ends, m_block, head, masked, turn):
+            first = self.first_strip(io, head, w.batch) + m_block * s.consumers
+            counter = None
+            if cutlass.const_expr(self.plan.deterministic):
+                counter = io.turns[None, m_block, head, w.batch]
+            self.add_tile(io, smem, first, turn, counter)
+            return ends
+
+        self.walk(io, w, Int32(0), add, self.plan.deterministic)
 
     @cute.jit
-    def add_tile(self, io, smem, first, turn):
-        """Add the strips from `first` on, in turn if there is one."""
+    def add_tile(self, io, smem, first, turn, counter):
+        """Add the strips from `first` on, in turn if there is one: when `counter` says so."""
         s = self.schedule
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["full", group].arrive_and_wait()
             if cutlass.const_expr(turn is not None and group == 0):
-                wait_for_turn(turn[1], turn[0])
+                wait_for_turn(counter, turn)
             strip = (self.strip.rows, self.strip.cols)
             mine = cute.local_tile(smem.sums, strip, (group, 0))
             self.store(self.strip, io.sums, mine, (first + group, 0), wait=False)
@@ -313,7 +319,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["empty", group].arrive_unaligned()
         if cutlass.const_expr(turn is not None):
-            end_turn(turn[1])
+            end_turn(counter)
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
@@ -323,26 +329,11 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         f = Fragments(s, self.dtype, self.dims, smem, thread)
         f.acc_dk.fill(0.0)
         f.acc_dv.fill(0.0)
-        ring, visits = ports.rows, ports.visits
         ports.kv.wait_and_advance()
-        place = Int32(0)
-        visits, word, head = take(visits, smem.visits)
-        if cutlass.const_expr(self.plan.deterministic):
-            while word != END:
-                at = (word, head, place, thread)
-                if word % 2 == 1:
-                    ring, place = self.step(io, smem, f, w, ring, *at, True)
-                else:
-                    ring, place = self.step(io, smem, f, w, ring, *at, False)
-                visits, word, head = take(visits, smem.visits)
+        if cutlass.const_expr(s.lag):
+            self.along_lagging(io, smem, f, w, ports, thread)
         else:
-            while word != END and word % 2 == 1:
-                ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, True)
-                visits, word, head = take(visits, smem.visits)
-            if cutlass.const_expr(self.ever_full):
-                while word != END:
-                    ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, False)
-                    visits, word, head = take(visits, smem.visits)
+            self.along(io, smem, f, w, ports, thread)
         if cutlass.const_expr(s.add == "tma"):
             group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             self.barriers["empty", group].arrive_and_wait()
