@@ -85,6 +85,10 @@ def replayed_beside_a_stream_that_stands_still() -> None:
 
 @pytest.mark.gpu
 def test_a_backward_runs_on_the_stream_of_its_forward():
+    alone(on_a_side_stream)
+
+
+def on_a_side_stream() -> None:
     """Inputs are written late on a side stream: whoever does not follow it reads the old ones."""
     variant = of_all_kinds("cuda")
     wanted = gradients(variant, leaves("cuda", seed=5))
