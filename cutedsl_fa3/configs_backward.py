@@ -23,6 +23,7 @@ USUAL = (128, 128)
 LEAST, MOST = "nothing", "much"
 # Kinds of variants that need as much as the name of a row says, the hardest to compile first.
 OF_NEED = {
+    "nothing": "nothing",
     "light": "light",
     "weights": "elementwise",
     "uniform": "uniform",
