@@ -104,7 +104,7 @@ OTHERS = [  # schedules of no row, by what differs from the default of that head
     (64, {"early": True}),
     (128, {"early": True}),
     (128, {"places": 1, "add": "direct"}),
-    (192, {"parts": 2, "early": True}),
+    (192, {"early": True}),
 ]
 
 

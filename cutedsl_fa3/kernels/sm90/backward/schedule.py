@@ -66,9 +66,7 @@ class BackwardSchedule:
         )
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.places in (1, 2), "places", "1 or 2")
-        each = wgmma.ROWS // self.sharing  # queries that each of the sharing warpgroups has of 64
-        parts = (1, self.tile_m // each)
-        need(self.parts in parts, "parts", f"1, or one for {each} queries: {parts[1]}")
+        need(self.parts in (1, self.tile_m // wgmma.ROWS), "parts", "1, or one for 64 queries")
         need(self.add in get_args(Add), "add", f"one of {', '.join(get_args(Add))}")
         for field in ("lag", "early"):
             need(isinstance(getattr(self, field), bool), field, "True or False")
@@ -87,11 +85,9 @@ class BackwardSchedule:
         return self.consumers // self.sharing
 
     def accumulated(self, d: int, dv: int) -> int:
-        """Registers of a thread that hold sums of products: dK and dV, with S and dP or dQ."""
+        """Registers of a thread that hold sums of products under the weights: dK, dV, S, dP."""
         of_keys = wgmma.ROWS * self.groups * (d + dv)
-        return (of_keys + max(2 * self.tile_n * self.tile_m, self.tile_m * d)) // (
-            self.consumers * wgmma.WARPGROUP
-        )
+        return (of_keys + 2 * self.tile_n * self.tile_m) // (self.consumers * wgmma.WARPGROUP)
 
     @property
     def beside(self) -> int:
