@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .cases import PLAIN, shown
-from .gallery import figure_class
+from .figures import BLUE, GREY, LABEL, NAVY, PALE, RUST, SAND, TICK, TITLE, figure, tidy
 from .peers import OURS
 from .record import DATA, ROOT, Record, Row, newest, sustained_beside
 
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = ROOT / "notebooks" / "bars"
-COLOURS = {
-    OURS: "#c2410c",
-    "fa3": "#1e3a8a",
-    "fa4": "#4f86c6",
-    "cudnn": "#8fb08c",
-    "fa2": "#b9b9c6",
-    "flex": "#7d6aa8",
-    "flex_fa4": "#b7a4dc",
+INKS = {
+    OURS: RUST,
+    "fa3": NAVY,
+    "fa4": BLUE,
+    "cudnn": SAND,
+    "fa2": PALE,
+    "flex": SAND.hatched(),
+    "flex_fa4": PALE.hatched(),
 }
-GREY = "#5b5b5b"
 DPI = 150
 FROM = "Record"  # the key in a PNG that says what it was drawn from
 BAR = 0.82  # of the room between two groups
@@ -72,7 +71,7 @@ def plain(record: Record, sustained: Record | None = None) -> Figure:
     dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in rows))
     lengths = {d: _lengths(rows, d) for d in dims}
     held = {(r.problem, r.provider): r.tflops for r in (sustained.rows if sustained else ())}
-    drawing = figure_class()(figsize=(13, 2.9 * len(variants) + 0.9), dpi=DPI, layout="constrained")
+    drawing = figure(13, 2.9 * len(variants) + 0.9, DPI)
     panels = drawing.subplots(
         len(variants),
         len(dims),
@@ -94,8 +93,9 @@ def plain(record: Record, sustained: Record | None = None) -> Figure:
                 if (row.problem, name) in held:
                     middle = lengths[d].index(n) + _offset(providers, name)
                     _line_across(axes, middle, held[row.problem, name], len(providers))
-            axes.set_title(f"{variant}, head_dim {shown(d)}", fontsize=9, color=GREY)
-        line[0].set_ylabel("TFLOP/s", fontsize=9, color=GREY)
+            axes.set_title(f"{variant}, head_dim {shown(d)}")
+            tidy(axes)
+        line[0].set_ylabel("TFLOP/s")
     title = f"Attention forward, {rows[0].dtype}, by sequence length."
     if ratios:
         title += " Above each group: our speed over the best peer's, in the geometric mean "
@@ -111,7 +111,7 @@ def variants(record: Record, sustained: Record | None = None) -> Figure:
     providers = _providers(rows)
     dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in rows))
     names = list(dict.fromkeys(row.variant for row in rows))
-    drawing = figure_class()(figsize=(13, 3.1 * len(dims) + 0.8), dpi=DPI, layout="constrained")
+    drawing = figure(13, 3.1 * len(dims) + 0.8, DPI)
     panels = drawing.subplots(len(dims), 1, sharex=True, squeeze=False)[:, 0]
     for axes, d in zip(panels, dims, strict=True):
         times = {(r.variant, r.provider): r.ms for r in rows if (r.head_dim, r.head_dim_v) == d}
@@ -120,8 +120,9 @@ def variants(record: Record, sustained: Record | None = None) -> Figure:
             {p: times[name, p] / unit for p in providers if (name, p) in times} for name in names
         ]
         _groups(axes, groups, providers, names, times=True)
-        axes.axhline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-        axes.set_ylabel(f"head_dim {shown(d)}\ntime / our {PLAIN}", fontsize=9, color=GREY)
+        axes.axhline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0.9)
+        axes.set_ylabel(f"head_dim {shown(d)}\ntime / our {PLAIN}")
+        tidy(axes)
     row = rows[0]
     sizes = f"{row.dtype}, batch {row.batch}, {row.heads} heads, length {row.seqlen_q}"
     note = "Shorter is better; empty: not offered. Above our bar: the best peer's time over ours."
@@ -133,9 +134,9 @@ PICTURES = {"bench": plain, "variants": variants}
 
 
 def _providers(rows: Sequence[Row]) -> list[str]:
-    """Ours first, then the peers in the order of their colours."""
+    """Ours first, then the peers in the order of their inks."""
     found = {row.provider for row in rows}
-    return [name for name in COLOURS if name in found]
+    return [name for name in INKS if name in found]
 
 
 def _is(row: Row, variant: str, dims: tuple[int, int]) -> bool:
@@ -160,7 +161,7 @@ def _groups(
     for at, values in enumerate(groups):
         for name, value in values.items():
             middle = at + _offset(providers, name)
-            axes.bar(middle, value, _wide(len(providers)), color=COLOURS[name], zorder=2)
+            axes.bar(middle, value, _wide(len(providers)), **INKS[name].fill)
         if (ratio := _ratio(values, times)) is not None:
             won = ratio >= 1
             axes.annotate(
@@ -171,18 +172,13 @@ def _groups(
                 (0, 2),
                 textcoords="offset points",
                 ha="center",
-                fontsize=8,
-                color=COLOURS[OURS] if won else GREY,
+                fontsize=TICK,
+                color=RUST.colour if won else GREY,
                 fontweight="bold" if won else "normal",
             )
-    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set_xticks(range(len(labels)), labels)
     axes.set_xlim(-0.6, len(labels) - 0.4)
     axes.margins(y=0.12)
-    axes.tick_params(length=0, colors=GREY, labelsize=8)
-    axes.grid(axis="y", color="#e3e3e3", linewidth=0.6, zorder=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#b0b0b0")
 
 
 def _ratio(values: dict[str, float], times: bool = False) -> float | None:
@@ -214,23 +210,23 @@ def _finish(drawing: Figure, record: Record, providers: Sequence[str], title: st
     meta = record.meta
     peers = meta.get("peers", {})
     handles = [
-        Patch(color=COLOURS[name], label=f"{name} {peers[name]}" if name in peers else name)
+        Patch(**INKS[name].fill, label=f"{name} {peers[name]}" if name in peers else name)
         for name in providers
     ]
     drawing.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
-    drawing.suptitle(title, fontsize=11, x=0.01, ha="left")
+    drawing.suptitle(title, fontsize=TITLE, x=0.01, ha="left")
     drawing.legend(
         handles=handles,
         loc="outside lower left",
         ncols=len(handles),
-        fontsize=8.5,
+        fontsize=LABEL,
         frameon=False,
         handlelength=1.2,
     )
     drawing.supxlabel(
         f"{meta['device']}, driver {meta['driver']}, {meta['date'][:10]}, "
         f"commit {meta['commit'][:10]}; median of bursts",
-        fontsize=8,
+        fontsize=TICK,
         color=GREY,
         x=0.99,
         ha="right",

@@ -120,7 +120,7 @@ def head_dims(text: str) -> tuple[Dims, ...]:
 
 def usual_seqlens(dims: Dims) -> tuple[int, ...]:
     """The lengths of a record: 1024 too at the head sizes that are used most."""
-    return SEQLENS if dims in ((64, 64), (128, 128)) else SEQLENS[1:]
+    return SEQLENS if dims in ((64, 64), (128, 128), (256, 256)) else SEQLENS[1:]
 
 
 @dataclass(frozen=True)

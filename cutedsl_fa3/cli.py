@@ -19,6 +19,7 @@ from . import (
     cli_ladder,  # noqa: F401  # whose command is one of cli_bench's
     cli_ledger,
     cli_model,
+    cli_train,  # noqa: F401  # likewise
 )
 
 app = typer.Typer(

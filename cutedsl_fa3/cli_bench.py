@@ -261,6 +261,19 @@ def run_bench_gemm(
     how.keep("gemm", [bench_gemm.measure(problem, chosen, how.timing, _say, how.seed)], meta)
 
 
+@measuring("bench-gallery")
+def run_bench_gallery(how: Timed) -> None:
+    """Time every mask and score of the gallery beside plain causal and full attention, and write a
+    record; notebooks/08_variants.ipynb shows it beside the predictions.
+    """
+    need_compiler()
+    from . import bench_gallery
+
+    with _refusals():
+        meta = how.meta()
+    how.keep("gallery", [bench_gallery.measure(how.timing, _say, how.seed)], meta)
+
+
 @measuring("bench-call")
 def run_bench_call(how: Recorded) -> None:
     """Time what the host spends on a call, cached and first, and write a record."""

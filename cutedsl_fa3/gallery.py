@@ -12,16 +12,16 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import arguments
+from . import arguments, figures
 from .errors import VariantError
+from .figures import figure_class
 from .variant import Variant
 from .variant.evaluate import evaluate
 from .variant.visits import all_visits
@@ -34,6 +34,7 @@ MOST_CELLS = 512  # of a side; beyond, a cell is one pair in a few
 MOST_LINES = 48  # between tiles, of a side
 SIDE = 256  # pixels of a panel's longer side, which 64 cells share evenly
 BEFORE, AFTER, ABOVE, BELOW, SCALE, LEGEND = 34, 10, 26, 8, 56, 40  # pixels around a panel
+PANEL = 1.8  # inches of a picture on a sheet
 DPI = 100
 CURVE_FROM, CURVE_TO, CURVE_POINTS = -10.0, 10.0, 201
 
@@ -283,27 +284,6 @@ def _levels(values: torch.Tensor) -> torch.Tensor:
 # Drawing
 
 
-@cache
-def figure_class() -> type[Figure]:
-    """matplotlib's Figure, which a notebook shows without a backend."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "drawing needs matplotlib: install cutedsl-fa3[plot]", name=error.name
-        ) from None
-
-    class Drawing(Figure):
-        def _repr_png_(self) -> bytes:
-            import io
-
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue()
-
-    return Drawing
-
-
 def figure(parts: Sequence[Picture], legend: bool = False) -> Figure:
     """The pictures side by side."""
     legend = legend and any(isinstance(part, Pairs) for part in parts)
@@ -319,6 +299,28 @@ def figure(parts: Sequence[Picture], legend: bool = False) -> Figure:
         left += taken
     if legend:
         _add_legend(drawing, 2, "lower left")
+    return drawing
+
+
+def sheet(shown: Mapping[str, Picture], columns: int) -> Figure:
+    """Many pictures under their titles, without numbers at their sides."""
+    rows = -(-len(shown) // columns)
+    pairs = any(isinstance(part, Pairs) for part in shown.values())
+    drawing = figures.figure(PANEL * columns, (PANEL + 0.25) * rows + 0.3 * pairs)
+    panels = drawing.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for title, part in shown.items():
+        axes = panels.pop(0)
+        part.paint(axes)
+        axes.set_box_aspect(part.extent[1] / part.extent[0])
+        if not isinstance(part, Curve):
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set(xlabel="", ylabel="")
+        axes.set_title(title, fontsize=figures.TICK, pad=3)
+    for axes in panels:
+        axes.remove()
+    if pairs:
+        _add_legend(drawing, 4, "outside lower center")
     return drawing
 
 

@@ -21,6 +21,8 @@ from .variant.evaluate import evaluate
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks" / "gallery"
 COMMAND = "python -m cutedsl_fa3 gallery"
 
+SHEET = "masks.png"  # all masks in one picture
+
 DRAWN, DRAWN_TILE = 64, (8, 8)
 COUNTED = 4096
 
@@ -165,10 +167,10 @@ class Visits:
         return self.visited / self.needed if self.needed else 1.0 + self.visited
 
 
-def counted(example: Example, n: int) -> Visits:
-    """Tiles of the default schedule at head_dim 128, visited and, by brute force, needed."""
+def counted(example: Example, n: int, tile: tuple[int, int] | None = None) -> Visits:
+    """Tiles visited and, by brute force, needed; by default those of the kernel at head_dim 128."""
     variant = example.variant(n)
-    tile = gallery.default_tile(variant)
+    tile = gallery.default_tile(variant) if tile is None else tile
     visited, full = gallery.visited_tiles(variant, n, n, tile)
     some, every = needed_tiles(variant, n, n, tile)
     return Visits(
@@ -208,6 +210,15 @@ def needed_tiles(
     return torch.stack(some), torch.stack(every)
 
 
+def drawn(examples: Sequence[Example]) -> dict[str, gallery.Picture]:
+    """The picture of each, by name: of a mask its pairs, of others what becomes of a score."""
+    return {one.name: _drawn(one)[-1] for one in examples}
+
+
+def _drawn(example: Example) -> list[gallery.Picture]:
+    return gallery.pictures(example.variant(DRAWN), DRAWN, DRAWN, tile=DRAWN_TILE)
+
+
 # The page
 
 
@@ -232,8 +243,9 @@ kernel's, at head_dim 128):"""
 
 _SIZES = f"""The pictures have {DRAWN} queries and {DRAWN} keys in tiles of {DRAWN_TILE[0]} x
 {DRAWN_TILE[1]}, smaller than a kernel's so that pairs can be seen. `n` is {DRAWN} in them and
-{COUNTED} in the [table](#tiles-visited) of what real tiles visit. Several examples share the
-documents of these first lines:"""
+{COUNTED} in the [table](#tiles-visited) of what real tiles visit;
+[notebook 8](../08_variants.ipynb) has what each costs. Several examples share the documents of
+these first lines:"""
 
 INTRODUCTION = f"""\
 # Masks and scores in pictures
@@ -331,10 +343,12 @@ def write(folder: Path = FOLDER) -> list[Path]:
     Raises: ModuleNotFoundError without matplotlib.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "legend.png", folder / "README.md"]
+    written = [folder / "legend.png", folder / "README.md", folder / SHEET]
     gallery.save(gallery.legend(), [], written[0])
+    masks_drawn = drawn([example for example in EXAMPLES if example.kind == "mask"])
+    gallery.save(gallery.sheet(masks_drawn, 6), list(masks_drawn.values()), written[2])
     for example in EXAMPLES:
-        parts = gallery.pictures(example.variant(DRAWN), DRAWN, DRAWN, tile=DRAWN_TILE)
+        parts = _drawn(example)
         written.append(folder / f"{example.name}.png")
         gallery.save(gallery.figure(parts), parts, written[-1])
     written[1].write_text(page(table_rows()))

@@ -44,6 +44,7 @@ PLAIN = tuple(
     for dim in (64, 128)
     for name, seqlen in (("full", 8192), ("causal", 1024), ("causal", 8192))
 )
+FULL = tuple(_square("full", dim, seqlen) for dim in (64, 128, 256) for seqlen in (1024, 8192))
 CAUSAL = tuple(case for case in PLAIN if case.variant == "causal")
 OTHERS = tuple(_square(name, dim, 8192, 16) for dim in (64, 128) for name in VARIANTS)
 LONG = tuple(case for case in PLAIN if case.seqlen_q > 1024)
@@ -94,6 +95,16 @@ LEADS = (
             _at_a_time(1, 192, 128, 3, "both"),
         ),
         AT_64,
+    ),
+    Lead(
+        "K and V for a cluster of two CTAs at a time?",
+        ({"cluster": (2, 1)}, {"cluster": (2, 1), "persistent": False}),
+        FULL,
+    ),
+    Lead(
+        "P from shared memory?",
+        ({"p_from": "shared"}, {"p_from": "shared", "tile_n": 160}),
+        (*LONG, *(case for case in AT_128 if case.variant in ("sigmoid", "softcap:30"))),
     ),
     Lead("Query heads of one key head in one tile?", _values("pack", 1, 2, 4, 8, 16), FEW_QUERIES),
 )
@@ -169,9 +180,8 @@ def _of(schedule: Schedule, rows: Iterable[ScheduleRow]) -> ScheduleRow | None:
 
 
 def _named(change: Change) -> str:
-    if len(change) == 1:
-        ((field, value),) = change.items()
-        return f"{field} {value}"
+    if "residents" not in change:
+        return ", ".join(f"{field} {value}" for field, value in change.items())
     return f"{change['residents']} of {change['tile_m']} x {change['tile_n']}, {change['overlap']}"
 
 

@@ -129,7 +129,8 @@ class Plan:
             lines.append(f"  {name:6} {text}")
         lines += ["", "roles"]
         lines += [
-            f"  {name:9} {role.warps} warps, {role.registers} registers a thread"
+            f"  {name:9} {role.warps} warps"
+            + (f", {role.registers} registers a thread" if role.registers else "")
             for name, role in kernel.roles.items()
         ]
         lines += [f"  named barriers: {kernel.barriers}", "", "expected instructions"]

@@ -2,8 +2,9 @@
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
 name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`,
-`table` and `leads` (`ScheduleRow`), `ladder` (`LadderRow`) or `call` (`CallRow`). One marked
-`partial` holds what was measured before a run ended early; no table is made from it.
+`table` and `leads` (`ScheduleRow`), `ladder` (`LadderRow`), `call` (`CallRow`) or `train`
+(`TrainRow`). One marked `partial` holds what was measured before a run ended early; no table is
+made from it.
 """
 
 from __future__ import annotations
@@ -159,6 +160,35 @@ class CallRow:
     samples: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class TrainRow:
+    """One training of a small model (training.py), by one kind of attention.
+
+    `losses`: of each step; `floor`: the least that is possible on these tokens; `bias`: what was
+    learned, by layer, head and distance; empty where there is none. `weight_error`, `bias_error`:
+    of the first step's gradients beside fp64, |difference| / |its| in norm.
+    Units: losses in nats a token; `ms` is the median of `samples` (milliseconds a step).
+    """
+
+    attention: str
+    dtype: str
+    seqlen: int
+    window: int
+    lags: tuple[int, int]
+    heads: int
+    head_dim: int
+    layers: int
+    batch: int
+    floor: float
+    losses: tuple[float, ...]
+    bias: tuple[tuple[tuple[float, ...], ...], ...]
+    weight_error: float | None
+    bias_error: float | None
+    ms: float
+    samples: tuple[float, ...]
+    peak_bytes: int
+
+
 _MEASURED = ("provider", "ms", "tflops", "max_error", "samples")
 
 
@@ -191,8 +221,12 @@ class Record:
         return cls(content["meta"], tuple(_row(fields) for fields in content["rows"]))
 
 
-def _row(written: dict[str, Any]) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow:
+def _row(
+    written: dict[str, Any],
+) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow | TrainRow:
     read = _tuples(written)
+    if "losses" in read:
+        return TrainRow(**{name: _deep(value) for name, value in written.items()})
     if "step" in read:
         return CallRow(**read)
     if "rung" in read:
@@ -206,6 +240,10 @@ def _row(written: dict[str, Any]) -> Row | GemmRow | ScheduleRow | LadderRow | C
 
 def _tuples(written: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(v) if isinstance(v, list) else v for name, v in written.items()}
+
+
+def _deep(value: Any) -> Any:
+    return tuple(map(_deep, value)) if isinstance(value, list) else value
 
 
 def _first_kind(read: dict[str, Any]) -> ScheduleRow:
@@ -293,6 +331,29 @@ def _head() -> str:
         return _run("git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD")
     except subprocess.CalledProcessError:  # a repository without a commit
         return ""
+
+
+def here() -> str:
+    """This machine in a line, to stand before what it prints: a notebook's stored outputs.
+
+    Where an SM90 GPU runs kernels, all that a record says of it; else only what compiles them.
+    """
+    import torch
+
+    from .compile import device_capabilities
+    from .versions import toolchain
+
+    tools = toolchain()
+    made = f"nvidia-cutlass-dsl {tools.cutlass} ({tools.flavour} ptxas {tools.ptxas})"
+    if (9, 0) not in device_capabilities():
+        return f"no GPU of capability 9.0 here: nothing below ran on one; {made}"
+    from .cache import source_fingerprint
+
+    commit = f"commit {head[:10]}, " if (head := _head()) else ""
+    return (
+        f"{torch.cuda.get_device_name()}, driver {driver_version()}, torch {torch.__version__}, "
+        f"{made}, {datetime.now(UTC):%Y-%m-%d}, {commit}kernel sources {source_fingerprint()[:10]}"
+    )
 
 
 def driver_version() -> str:

@@ -40,7 +40,7 @@ from .errors import Unsupported
 from .inputs import check_device, check_schedule, check_tensors, checked_scale, without_scores
 from .interface import PLAIN, attention, attention_with_lse
 from .named import named
-from .pipelines import PACKS, Overlap, Schedule
+from .pipelines import PACKS, Overlap, Schedule, Source
 from .plans import Plan
 from .problem import Problem
 from .record import ScheduleRow
@@ -63,8 +63,9 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "early": (0, 2, 4, 6, 8),
     "lazy": (False, True),
     "pack": PACKS,
+    "p_from": get_args(Source),
 }
-# 64 rows for each consumer warpgroup; the forward has no clusters.
+# 64 rows for each consumer warpgroup; clusters are for variants without a mask alone.
 NOT_TRIED = ("tile_m", "cluster")
 ALONE = {"both": "intra", "pingpong": "none"}  # one warpgroup has nobody to take turns with
 MARGIN = 1.005  # medians repeat to about 0.3%: what is faster by less changes nothing

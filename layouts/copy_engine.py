@@ -2,6 +2,7 @@
 
     load          global -> shared memory: box, strides, swizzle, fill outside the tensor
     store         shared -> global memory; what lies outside the tensor is dropped
+    check         whether a load is one that an instruction does
     address_of    where an element of a box or tile lies in shared memory
     element_at    which element lies at a byte of shared memory, and in which bank
 
@@ -212,6 +213,14 @@ def store(
                 target[start + low : start + end] = data[low:end]
                 written += end - low
     return written
+
+
+def check(tmap: TensorMap, coordinate: Sequence[int], *, smem_bytes: int, at: int = 0) -> None:
+    """Refuse a load that no instruction does, or that ends behind `smem_bytes` of shared memory.
+
+    Raises: LayoutError as `load`.
+    """
+    _instructions(tmap, _boxes(tmap), coordinate, smem_bytes, at)
 
 
 def footprint(what: TensorMap | Tile) -> int:

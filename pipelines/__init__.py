@@ -12,7 +12,7 @@ from .roles import (
     check_registers,
     launch_registers,
 )
-from .schedule import PACKS, Overlap, Schedule, ScheduleError, Store
+from .schedule import PACKS, Overlap, Schedule, ScheduleError, Source, Store
 from .tickets import draw, drawn_tile
 from .tile_order import MAX_GRID, TileOrder
 
@@ -31,6 +31,7 @@ __all__ = [
     "Role",
     "Schedule",
     "ScheduleError",
+    "Source",
     "Store",
     "TileOrder",
     "Turns",

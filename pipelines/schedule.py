@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 
 Overlap = Literal["none", "pingpong", "intra", "both"]
 Store = Literal["tma", "direct"]
+Source = Literal["registers", "shared"]
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # the 64 rows of a consumer warpgroup are whole queries then
 
@@ -57,7 +58,8 @@ class Schedule:
     exponentials are computed before the wait for the product with V that runs meanwhile; 0 leaves
     it to the compiler. `lazy`: O is rescaled only when a row's maximum has grown by more than 8 in
     base 2. `pack`: query heads of one key head that share a tile, row by row (row = query * pack +
-    head), so that few queries fill it too; a tile has `queries` of them then.
+    head), so that few queries fill it too; a tile has `queries` of them then. `p_from`: the second
+    product reads P from "registers", or from "shared" memory, which leaves registers for the rest.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -76,6 +78,7 @@ class Schedule:
     lazy: bool = False
     residents: int = 1
     pack: int = 1
+    p_from: Source = "registers"
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -111,6 +114,7 @@ class Schedule:
         need(0 <= self.early <= 8, "early", "0 to 8")
         need(self.store in get_args(Store), "store", f"one of {', '.join(get_args(Store))}")
         need(self.pack in PACKS, "pack", f"one of {', '.join(map(str, PACKS))} heads in a tile")
+        need(self.p_from in get_args(Source), "p_from", f"one of {', '.join(get_args(Source))}")
         # What it is made by, once: a graph that is compiled takes text, and cannot make it.
         object.__setattr__(self, "text", repr(self))
 
@@ -137,4 +141,5 @@ class Schedule:
             f"{f'{self.residents} at a time, ' if self.residents > 1 else ''}store {self.store}, "
             f"early {self.early}/8, rescale {'lazy' if self.lazy else 'always'}"
             f"{f', {self.pack} heads in a tile' if self.pack > 1 else ''}"
+            f"{', P in shared memory' if self.p_from == 'shared' else ''}"
         )

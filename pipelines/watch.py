@@ -86,6 +86,7 @@ def watched(kernel: WarpSpecialized) -> Watched:
     made = object.__new__(_class(type(kernel)))
     made.__dict__.update(vars(kernel))
     made._unwatched, made._watcher = kernel, None
+    made.residents = 1  # a share of the registers leaves none for the watch
     return made
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cutedsl_fa3 import bars, gallery
+from cutedsl_fa3 import bars, figures
 from cutedsl_fa3.peers import OURS, PROVIDERS
 from cutedsl_fa3.record import DATA, Record, newest
 
@@ -34,9 +34,9 @@ def test_the_committed_picture_is_of_the_newest_record(kind: str) -> None:
     assert found == bars.origin(record, DATA, kind), "run: python -m cutedsl_fa3 bench --draw"
 
 
-def test_every_provider_has_a_colour_of_its_own() -> None:
-    assert set(bars.COLOURS) == set(PROVIDERS)
-    assert len(set(bars.COLOURS.values())) == len(PROVIDERS)
+def test_every_provider_has_an_ink_of_its_own() -> None:
+    assert set(bars.INKS) == set(PROVIDERS)
+    assert len(set(bars.INKS.values())) == len(PROVIDERS)
 
 
 @pytest.fixture
@@ -107,9 +107,9 @@ def test_pictures_are_written_for_the_kinds_that_have_a_record(tmp_path: Path, r
 
 
 def test_drawing_without_matplotlib_names_the_extra(monkeypatch, tmp_path: Path) -> None:
-    gallery.figure_class.cache_clear()
+    figures.figure_class.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"cutedsl-fa3\[plot\]"):
         bars.write(tmp_path)
-    gallery.figure_class.cache_clear()
+    figures.figure_class.cache_clear()

@@ -38,7 +38,7 @@ def test_the_usual_grid_has_every_native_size_and_short_lengths_at_two_of_them()
     assert {(c.head_dim, c.head_dim_v) for c in cases} == set(HEAD_DIMS) <= set(NATIVE)
     assert {pair for pair in NATIVE if pair[0] == pair[1]} < set(HEAD_DIMS)
     assert {c.variant for c in cases} == {"full", "causal"}
-    assert {c.head_dim for c in cases if c.seqlen_q == 1024} == {64, 128}
+    assert {c.head_dim for c in cases if c.seqlen_q == 1024} == {64, 128, 256}
     assert {(c.head_dim, c.head_dim_v) for c in cases if c.seqlen_q == 16384} == set(HEAD_DIMS)
     assert len(cases) == 28
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cutedsl_fa3 import Elementwise, gallery, gallery_page, masks, packing, scores
+from cutedsl_fa3 import Elementwise, figures, gallery, gallery_page, masks, packing, scores
 from cutedsl_fa3.cli import app
 from cutedsl_fa3.errors import VariantError
 from cutedsl_fa3.gallery import MISSED, Change, Curve, Pairs
@@ -90,6 +90,15 @@ def test_a_stored_picture_carries_what_the_code_draws(example):
     assert difference <= (0 if exact else 1), f"run `{gallery_page.COMMAND}`"
 
 
+def test_the_stored_sheet_has_all_masks():
+    masks = [example for example in EXAMPLES if example.kind == "mask"]
+    shown = gallery_page.drawn(masks)
+    assert list(shown) == [example.name for example in masks]
+    levels = torch.cat([part.levels.flatten() for part in shown.values()])
+    stored = gallery.stored(FOLDER / gallery_page.SHEET)
+    assert torch.equal(stored, levels), f"run `{gallery_page.COMMAND}`"
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
 def test_no_pair_that_is_seen_lies_in_a_tile_that_is_skipped(example):
     for part in drawn(example):
@@ -99,7 +108,9 @@ def test_no_pair_that_is_seen_lies_in_a_tile_that_is_skipped(example):
 
 def test_the_pictures_are_small_and_all_in_use():
     names = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
-    assert set(names) == {"README.md", "legend.png", *(f"{e.name}.png" for e in EXAMPLES)}
+    pages = {"README.md", "legend.png", gallery_page.SHEET}
+    assert set(names) == {*pages, *(f"{e.name}.png" for e in EXAMPLES)}
+    assert names.pop(gallery_page.SHEET) < 60_000
     assert max(names.values()) < 30_000 and sum(names.values()) < 400_000
 
 
@@ -236,7 +247,7 @@ def test_the_command_writes_page_and_pictures(tmp_path, monkeypatch):
 def test_drawing_without_matplotlib_names_the_extra(monkeypatch):
     import sys
 
-    gallery.figure_class.cache_clear()
+    figures.figure_class.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: .*cutedsl-fa3\[plot\]"):

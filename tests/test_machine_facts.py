@@ -9,15 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import cutlass
-import cutlass.cute as cute
 import pytest
-from cutlass import Int64
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from cutedsl_fa3 import Variant, masks
 from cutedsl_fa3.audit import disassemble
 from cutedsl_fa3.compile import Compiled, compile_kernel
+from cutedsl_fa3.inline_ptx import PtxError, machine_code
 from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
@@ -30,45 +27,8 @@ WIDTHS = {"f16": 16, "f16x2": 32, "bf16": 16, "bf16x2": 32, "f32": 32, "f64": 64
 HALVES = ("f16", "f16x2", "bf16", "bf16x2")
 
 
-class InlinePtx:
-    """One warp that puts the words of a vector through some PTX.
-
-    `ptx` has {$r0}, a word of 64 bits; {$r1}, its address in global memory; {$r2}, the address of
-    16 bytes in shared memory; and writes {$w0}.
-    """
-
-    arch = "sm_90a"
-    name = "inline_ptx"
-
-    def __init__(self, ptx: str) -> None:
-        self.key_text = self.ptx = ptx
-
-    def fake_args(self) -> tuple:
-        words = make_fake_compact_tensor(Int64, (64,), stride_order=(0,), assumed_align=16)
-        return words, make_fake_stream(use_tvm_ffi_env_stream=True)
-
-    @cute.jit
-    def host(self, words: cute.Tensor, stream):
-        self.run(words).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
-
-    @cute.kernel
-    def run(self, words: cute.Tensor):
-        thread, _, _ = cute.arch.thread_idx()
-        shared = cutlass.memory.SmemAllocator().allocate_array(Int64, 2)
-        words[thread] = cute.arch.inline_ptx(
-            self.ptx,
-            write_only_types=[Int64],
-            read_only_args=[words[thread], words.iterator.toint(), shared.toint()],
-        )
-
-
 def code(compiled: Compiled) -> list[Instruction]:
     return [i for function in functions(disassemble(compiled.cubin)) for i in function.code]
-
-
-def made(ptx: str) -> list[Instruction]:
-    """The machine code of some inline PTX."""
-    return code(compile_kernel(InlinePtx(ptx)))
 
 
 def fma(kind: str, modifier: str) -> str:
@@ -89,15 +49,15 @@ def cp_async(cache: str, size: str) -> str:
     )
 
 
-def wgmma(modifier: str) -> str:
-    """PTX of one product of 64 x 8 x 16, with a modifier behind its shape."""
+def wgmma(modifier: str = "", k: int = 16, types: str = "bf16.bf16", majors: str = ", 0, 0") -> str:
+    """PTX of one product of 64 x 8 x k, with a modifier behind its shape."""
     held = "d0, d1, d2, d3"
     return (
         f"{{\n.reg .f32 {held};\n.reg .pred p;\n.reg .b32 w;\n"
         "mov.f32 d0, 0f00000000;\nmov.f32 d1, d0;\nmov.f32 d2, d0;\nmov.f32 d3, d0;\n"
         "setp.ne.u64 p, {$r0}, 0;\nwgmma.fence.sync.aligned;\n"
-        f"wgmma.mma_async.sync.aligned.m64n8k16{modifier}.f32.bf16.bf16 "
-        f"{{{held}}}, {{$r0}}, {{$r1}}, p, 1, 1, 0, 0;\n"
+        f"wgmma.mma_async.sync.aligned.m64n8k{k}{modifier}.f32.{types} "
+        f"{{{held}}}, {{$r0}}, {{$r1}}, p, 1, 1{majors};\n"
         "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
         "mov.b32 w, d0;\ncvt.u64.u32 {$w0}, w;\n}"
     )
@@ -163,7 +123,8 @@ def test_one_thread_of_a_warp_is_chosen_by_elect(kernels):
 def test_cp_async_with_a_source_size_fills_the_rest_with_zeros(cache, opcode):
     """Every thread gives addresses of its own in vector registers, unlike a TMA copy."""
     (filling,), (whole,) = (
-        [i for i in made(cp_async(cache, size)) if i.family == "LDGSTS"] for size in (", n", "")
+        [i for i in machine_code(cp_async(cache, size)) if i.family == "LDGSTS"]
+        for size in (", n", "")
     )
     assert filling.opcode == opcode
     assert whole.opcode == opcode.removesuffix(".ZFILL")
@@ -172,25 +133,37 @@ def test_cp_async_with_a_source_size_fills_the_rest_with_zeros(cache, opcode):
 
 @pytest.mark.parametrize("kind", HALVES)
 def test_fma_skips_what_lies_out_of_bounds_in_half_precision(kind):
-    assert any(".OOB" in i.opcode for i in made(fma(kind, ".oob")))
-    assert not any(".OOB" in i.opcode for i in made(fma(kind, "")))
+    assert any(".OOB" in i.opcode for i in machine_code(fma(kind, ".oob")))
+    assert not any(".OOB" in i.opcode for i in machine_code(fma(kind, "")))
 
 
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 def test_fma_does_not_skip_what_lies_out_of_bounds_in_other_precisions(kind):
-    made(fma(kind, ""))
+    machine_code(fma(kind, ""))
     refused(fma(kind, ".oob"), "Illegal modifier '.oob' for instruction 'fma'")
 
 
 def test_wgmma_has_no_way_to_skip_what_lies_out_of_bounds(kernels):
     """So NaN fill would reach the sums, and the tensor maps here fill with zeros."""
-    assert [i.opcode for i in made(wgmma("")) if i.family == "HGMMA"] == ["HGMMA.64x8x16.F32.BF16"]
+    assert [i.opcode for i in machine_code(wgmma()) if i.family == "HGMMA"] == [
+        "HGMMA.64x8x16.F32.BF16"
+    ]
     refused(wgmma(".oob"), "Illegal modifier '.oob' for instruction 'wgmma.mma_async'")
     assert kernels.named("HGMMA") and not any("OOB" in i.opcode for i in kernels.named("HGMMA"))
 
 
+def test_a_product_of_fp8_takes_two_operands_of_fp8_and_twice_the_depth():
+    """So S = Q K^T with Q in fp16 and K in fp8 is no instruction: both are rounded, or neither."""
+    fp8 = [wgmma(k=32, types=f"e4m3.{b}", majors="") for b in ("e4m3", "e5m2")]
+    for ptx, kinds in zip(fp8, ("E4M3.E4M3", "E4M3.E5M2"), strict=True):
+        (product,) = (i.opcode for i in machine_code(ptx) if "GMMA" in i.opcode)
+        assert product == f"QGMMA.64x8x32.F32.{kinds}"
+    for depth in (16, 32):
+        refused(wgmma(k=depth, types="f16.e4m3", majors=""), "wgmma.mma_async")
+
+
 def refused(ptx: str, said: str) -> None:
-    """That ptxas refuses inline PTX for this reason; its log is wrapped and coloured."""
-    with pytest.raises(Exception, match="ptxas") as caught:
-        made(ptx)
-    assert said in re.sub(r"\s+", " ", str(caught.value))
+    """That ptxas refuses inline PTX for this reason."""
+    with pytest.raises(PtxError) as caught:
+        machine_code(ptx)
+    assert said in str(caught.value)

@@ -83,6 +83,12 @@ def test_the_plan_prints_variant_tiles_rings_roles_and_expectations():
         assert piece in page
 
 
+def test_a_plan_whose_roles_keep_their_registers_names_none():
+    plan = Plan.default(Variant(mask=masks.window(127, 0)), PROBLEM)
+    assert all(role.registers is None for role in plan.kernel.roles.values())
+    assert "4 warps\n" in str(plan) and "None" not in str(plan)
+
+
 def test_the_plan_says_how_scores_become_weights():
     sink = torch.zeros(4)
     pages = {

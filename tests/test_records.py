@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from cutedsl_fa3.record import (
     RecordError,
     Row,
     collect,
+    here,
     newest,
     place,
     sustained_beside,
@@ -250,3 +252,18 @@ def test_the_kinds_do_not_read_each_others_records() -> None:
 
 def test_the_command_measures_the_sizes_that_the_grid_has() -> None:
     assert head_dims(NATIVE) == HEAD_DIMS
+
+
+def test_a_machine_without_a_gpu_says_that_nothing_ran_on_one(monkeypatch) -> None:
+    monkeypatch.setattr("cutedsl_fa3.compile.device_capabilities", lambda: ((8, 0),))
+    assert here().startswith("no GPU of capability 9.0 here: nothing below ran on one; nvidia-")
+
+
+def test_a_machine_with_a_gpu_says_all_that_a_record_does(monkeypatch) -> None:
+    monkeypatch.setattr("cutedsl_fa3.compile.device_capabilities", lambda: ((9, 0),))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr("cutedsl_fa3.record.driver_version", lambda: "580.159.04")
+    said = here()
+    assert said.startswith(f"NVIDIA H200, driver 580.159.04, torch {torch.__version__}, nvidia-")
+    end = r"ptxas [\d.]+\), 20\d\d-\d\d-\d\d, (commit \w{10}, )?kernel sources \w{10}$"
+    assert re.search(end, said), said

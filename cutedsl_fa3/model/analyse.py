@@ -225,35 +225,46 @@ def _needs_proxy_fence(run: Run, write: Access, read: Access) -> None:
 
 
 def _unread(run: Run, accesses: list[Access], writes: list[Access]) -> None:
-    """Copies that are overwritten, or left at the end, before anybody has read any of them."""
+    """Copies that are overwritten, or left at the end, before anybody has read any of them.
+
+    A copy into several CTAs is read where one of them reads it: the rest may have no use for it.
+    """
     races = ("read before full", "overwritten before read", "two writers")
     told = {f.text.partition(":")[0] for f in run.findings if f.kind in races}
     reads = [a for a in accesses if a.kind not in WRITES]
+    copies: dict[tuple[int, int], list[tuple[Access, list[Access]]]] = {}
     for write in writes:
-        if write.kind != "copy":
+        if write.kind == "copy":
+            later = [
+                w
+                for w in writes
+                if w is not write and w.begin > write.begin and _meet(w.region, write.region)
+            ]
+            copies.setdefault((write.who, write.begin), []).append((write, later))
+    for parts in copies.values():
+        if any(_is_read(write, later, reads) for write, later in parts):
             continue
-        later = [
-            w
-            for w in writes
-            if w is not write and w.begin > write.begin and _meet(w.region, write.region)
-        ]
-        behind = (r for r in reads if r.begin > write.begin and _meet(r.region, write.region))
-        if any(
-            all(w.begin > r.begin or not _meet(w.region, r.region) for w in later) for r in behind
-        ):
-            continue
-        place = run.names.region(write.region)
-        if place in told:
-            continue
-        told.add(place)
-        who = run.names.who(*seat(run, write.who))
-        after = "is overwritten before anybody has" if later else "ends without anybody having"
-        run.fault(
-            "never read",
-            f"{place}: a tile that {who} copied {after} read it",
-            min((w.begin for w in later), default=len(run.past) - 1),
-            write.begin,
-        )
+        for write, later in parts:
+            place = run.names.region(write.region)
+            if place in told:
+                continue
+            told.add(place)
+            who = run.names.who(*seat(run, write.who))
+            after = "is overwritten before anybody has" if later else "ends without anybody having"
+            run.fault(
+                "never read",
+                f"{place}: a tile that {who} copied {after} read it",
+                min((w.begin for w in later), default=len(run.past) - 1),
+                write.begin,
+            )
+
+
+def _is_read(write: Access, later: list[Access], reads: list[Access]) -> bool:
+    """Whether anything reads what a copy wrote, before all of that is written `later`."""
+    behind = (r for r in reads if r.begin > write.begin and _meet(r.region, write.region))
+    return any(
+        all(w.begin > r.begin or not _meet(w.region, r.region) for w in later) for r in behind
+    )
 
 
 # The end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from . import host, program, reader, warp
 from .analyse import Reads, analyse
@@ -87,7 +87,7 @@ def check_pipeline(kernel: Any, works: Iterable[Work | Sequence[Any]] | None = N
 
     Raises: NotCovered; what tracing the kernel raises.
     """
-    kernel, works = _given(kernel, works)
+    kernel, works = given(kernel, works)
     functions = reader.read(kernel)
     outcomes = []
     for work in works:
@@ -95,7 +95,7 @@ def check_pipeline(kernel: Any, works: Iterable[Work | Sequence[Any]] | None = N
     return Verdict(getattr(kernel, "name", type(kernel).__name__), outcomes)
 
 
-def _given(kernel: Any, works: Iterable[Any] | None) -> tuple[Any, list[Work]]:
+def given(kernel: Any, works: Iterable[Any] | None) -> tuple[Any, list[Work]]:
     """The kernel of a plan, and the works as such."""
     from cutedsl_fa3.kernels.gemm import Gemm
     from cutedsl_fa3.plans import Plan
@@ -149,6 +149,25 @@ def run_cluster(
     kernel: Any, launch: Launch, first: tuple[int, int, int], taken: bool = False
 ) -> Outcome:
     """All warps of one cluster."""
+    run, states = prepared(Run, kernel, launch, first, taken)
+    run.run()
+    reads = analyse(run)
+    programs = tuple(tuple(process.taken) for process in run.processes)
+    guesses = any(state.guesses for state in states)
+    return Outcome("", run.findings, reads, len(run.past), fills(run), programs, guesses)
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+def prepared(
+    kind: type[AnyRun],
+    kernel: Any,
+    launch: Launch,
+    first: tuple[int, int, int],
+    taken: bool = False,
+) -> tuple[AnyRun, list[WarpState]]:
+    """All warps of one cluster, about to run."""
     names = Names(kernel, size(launch.cluster))
     processes, states = [], []
     width, height, _ = launch.cluster
@@ -159,12 +178,7 @@ def run_cluster(
             state = WarpState(launch, cta, number, rank, taken)
             states.append(state)
             processes.append(Process(rank, number, warp.run(launch.function, state)))
-    run = Run(processes, names, size(launch.block))
-    run.run()
-    reads = analyse(run)
-    programs = tuple(tuple(process.taken) for process in processes)
-    guesses = any(state.guesses for state in states)
-    return Outcome("", run.findings, reads, len(run.past), fills(run), programs, guesses)
+    return kind(processes, names, size(launch.block)), states
 
 
 def replay(

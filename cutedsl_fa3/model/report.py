@@ -29,10 +29,10 @@ def deadlock(run: Run, blocked: list[Process]) -> None:
         if barrier is not None:
             run.findings += barrier.doubts.values()
             barrier.doubts.clear()
-    lines = [f"{_many(who)}: {key} ({_lacks(run, event)})" for key, (who, event) in seen.items()]
+    lines = [f"{many(who)}: {key} ({_lacks(run, event)})" for key, (who, event) in seen.items()]
     ended = [run.who(p) for p in run.processes if p.done]
     if ended:
-        lines.append(f"{_many(ended)}: ended")
+        lines.append(f"{many(ended)}: ended")
     finding = run.fault("deadlock", f"{len(blocked)} warps wait for ever", len(run.past) - 1)
     finding.trace = (*lines, *_cycle(run, blocked), *_cause(run, blocked))
 
@@ -116,7 +116,7 @@ def _cause(run: Run, blocked: list[Process]) -> list[str]:
     return list(dict.fromkeys(told))
 
 
-def _many(names: list[str]) -> str:
+def many(names: list[str]) -> str:
     """ "consumer warps 0, 1, 2" from single names."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -177,7 +177,7 @@ def trace(run: Run, finding: Finding) -> tuple[str, ...]:
         who, event = run.what[step]
         name = "copy engine 0" if event.kind == "landed" else run.names.who(*seat(run, who))
         _add_line(run, lines, text, name, step)
-    made = [f"{_many(names)}: {text}".replace("engine 0", "engine") for text, names, _ in lines]
+    made = [f"{many(names)}: {text}".replace("engine 0", "engine") for text, names, _ in lines]
     return tuple(["...", *made[-LONGEST:]] if len(made) > LONGEST else made)
 
 

@@ -153,6 +153,13 @@ def _layout(node: Node, args: list[Any], warp: Any) -> Any:
     return Layout(args[0], strides)
 
 
+@names("cute.recast_layout")
+def _recast_layout(node: Node, args: list[Any], warp: Any) -> Any:
+    """Elements of another width would need other extents; those of one width keep theirs."""
+    new, old = (re.search(rf"{age}_type_bits = (\d+)", node.attrs)[1] for age in ("new", "old"))
+    return args[0] if new == old else default(node.out_kinds[0])
+
+
 @names("cute.get_layout")
 def _layout_of(node: Node, args: list[Any], warp: Any) -> Any:
     return args[0].layout

@@ -30,16 +30,17 @@ class Work(NamedTuple):
 def of_plan(plan: Plan, longest: int | None = None) -> Iterator[Work]:
     """Forward calls that visit 0 to stages + 2 key tiles.
 
-    One key head and the query heads of a tile, the queries of one tile, as many keys as fill so
-    many tiles; at last three work tiles: of three CTAs, one after the other, or of one persistent
-    CTA. Where captured tensors decide tile by tile, as many rows as keys, in one document or two.
+    One key head and the query heads of a tile, the queries of one tile (or of a cluster's), as many
+    keys as fill so many tiles; at last three work tiles: of three CTAs (or of two clusters), one
+    after the other, or of one persistent CTA (or cluster). Where captured tensors decide tile by
+    tile, as many rows as keys, in one document or two.
     """
-    s = plan.schedule
+    s, of_cluster = plan.schedule, plan.schedule.queries * plan.schedule.cluster[0]
     top = s.stages + 2 if longest is None else longest
     for tiles in range(top + 1):
         keys = tiles * s.tile_n
         if not plan.by_tile or tiles == 0:
-            yield _forward(plan, f"{tiles} key tiles", s.queries, keys, None)
+            yield _forward(plan, f"{tiles} key tiles", of_cluster, keys, None)
             continue
         for documents in (1, 2):
             queries = -(-keys // s.pack)
@@ -69,7 +70,7 @@ def _forward(plan: Plan, what: str, queries: int, keys: int, documents: int | No
         None if table is None else torch.zeros(table, dtype=torch.int32),
         torch.zeros(visits, dtype=torch.int32) if plan.trace else None,
         torch.zeros(1, dtype=torch.int32) if plan.schedule.persistent else None,
-        1 if plan.schedule.persistent else None,
+        plan.schedule.cluster[0] if plan.schedule.persistent else None,
         1.0,
     )
     return Work(what, args, 1)

@@ -45,7 +45,9 @@ class Lowering:
     follows from them alone is computed here, so create it where the work tile begins. `pairs` are
     the captured tensors that can be read two keys at a time (see pairs.py). `exponent` says that
     the result is a score of an online softmax, so that its absolute error counts, and `coarse` that
-    errors of 1.2e-5 of a cap do no harm.
+    errors of 1.2e-5 of a cap do no harm. Of `uniform`, `by_row` differ from row to row of a tile:
+    warps must agree on whether `inside` holds, so that no read that hangs on these is left
+    unclamped.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Lowering:
         pairs: frozenset[int] = frozenset(),
         exponent: bool = False,
         coarse: bool = False,
+        by_row: frozenset[str] = frozenset(),
     ) -> None:
         self.graph = graph
         self.captures = captures
@@ -66,7 +69,9 @@ class Lowering:
         self.unclamped = {
             number: grows[-1]
             for number, grows in self.evenly_indexed.items()
-            if along_last(grows) and _is_dense(captures[graph.nodes[number].args[0]])
+            if along_last(grows)
+            and _is_dense(captures[graph.nodes[number].args[0]])
+            and by_row.isdisjoint(_last_index(graph, number).depends)
         }
         self.functions = functions_of_one(graph, self.capped)
         self.uniform: dict[int, Any] = {}
@@ -359,6 +364,13 @@ class Element:
         indices[-1] = indices[-1] - ahead if ahead else indices[-1]
         below = offset is not None and offset < 0
         return load_pair(self.of.captures[node.args[0]], indices, node.dtype, below)
+
+
+def _last_index(graph: Graph, number: int) -> Node:
+    """What computes the last index of a load, which grows."""
+    index = graph.nodes[number].operands[-1]
+    assert isinstance(index, Ref)
+    return graph.nodes[index.id]
 
 
 def _is_dense(capture: cute.Tensor) -> bool:

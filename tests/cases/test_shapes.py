@@ -107,6 +107,23 @@ def test_nothing_to_compute_is_nothing_launched(device, nothing_is_launched, siz
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32
 
 
+# Where a value comes from.
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1)])
+def test_a_query_that_sees_one_key_gets_the_value_of_its_entry_head_and_position(
+    device, heads, kv_heads
+):
+    """A copy from a wrong coordinate inside of a tensor is no error; its values tell."""
+    batch, seqlen = 3, 300
+    q, k, _ = drawn(device, (batch, seqlen, seqlen, heads, kv_heads), dtype=torch.bfloat16)
+    b, n, h = torch.meshgrid(*map(torch.arange, (batch, seqlen, kv_heads)), indexing="ij")
+    said = torch.stack((b, h, n // 128, n % 128), dim=-1).repeat(1, 1, 1, 16)
+    v = said.to(device, torch.bfloat16)
+    out = fa3.attention(q, k, v, fa3.Variant(mask=lambda b, h, q, k: k == q))
+    assert torch.equal(out, v.repeat_interleave(heads // kv_heads, dim=2))
+
+
 # More queries than keys.
 
 

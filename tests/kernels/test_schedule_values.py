@@ -9,6 +9,7 @@ import pytest
 from cutedsl_fa3 import Variant, masks
 from cutedsl_fa3.audit import audit, disassemble, take_census
 from cutedsl_fa3.compile import Compiled, compile_kernel
+from cutedsl_fa3.model import check_pipeline
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
@@ -47,6 +48,34 @@ def test_persistent_ctas_and_both_ways_of_the_output_keep_what_the_tables_promis
     assert (census.count("UTMASTG") == 0) == direct
     vectors = 2 * head_dim // 32  # of 16 bytes, of a thread's two rows
     assert census.count("STG.E.128") == (vectors if direct else 0)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("head_dim", "fields"), [(64, {"tile_n": 160}), (128, {})])
+def test_p_in_shared_memory_is_stored_in_every_place_of_a_product(head_dim, fields):
+    """And leaves registers for tiles that are too wide with P in them."""
+    from_registers = take_census(compiled(head_dim, store="direct")[1].cubin)
+    plan, made = compiled(head_dim, store="direct", p_from="shared", **fields)
+    assert from_registers.count("STSM") == 0
+    places = 3 if plan.schedule.intra else 2
+    stores = plan.schedule.tile_n // 16  # of 16 rows and columns, a warp
+    assert take_census(made.cubin).count("STSM") == places * stores
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("persistent", [False, True])
+def test_ctas_of_a_cluster_copy_their_part_of_k_and_v_into_both(persistent):
+    plan = Plan.default(Variant(), Problem("bf16", 128, 128))
+    schedule = replace(plan.schedule, cluster=(2, 1), persistent=persistent)
+    plan = replace(plan, schedule=schedule)
+    plan.check()
+    made = compile_kernel(plan.kernel)
+    report = audit(plan.kernel, made)
+    assert report.ok, report
+    census = take_census(made.cubin)
+    assert census.count("UTMALDG.4D.MULTICAST") == 4  # halves of 64 columns, of K and of V
+    assert census.count("ATOMG") == 0, "clusters take their work tiles in turn"
+    assert check_pipeline(plan).ok
 
 
 def loop_over_full_tiles(made: Compiled) -> list[Instruction]:

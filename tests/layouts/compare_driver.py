@@ -19,10 +19,10 @@ from typing import Any
 
 import geometries
 import torch
-from driver_verdicts import encode
 
 from cutedsl_fa3 import bench, record
 from cutedsl_fa3.layouts import Rule, TensorMap
+from cutedsl_fa3.tma_probe import encode
 
 Encode = Callable[[TensorMap], bytes | None]
 

@@ -18,11 +18,18 @@ import copy_cases
 import cutlass
 import torch
 from copy_cases import POISON, SMEM_BYTES, Case
-from driver_verdicts import encode
-from smem_dump import MOST_RANK, SEEN, Product, RawLoad, RawStore, TileLoad
+from smem_dump import RawStore, TileLoad
 
 from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.layouts import TensorMap, Tile, copy_engine
+from cutedsl_fa3.tma_probe import (
+    PRODUCT_TILE,
+    SEEN,
+    Product,
+    RawLoad,
+    corners,
+    descriptors,
+)
 
 # Features by group of loads, and the ranks in which each is tried.
 LOADS = {
@@ -72,20 +79,6 @@ class Arena:
     def contents(self) -> list[torch.Tensor]:
         host = self.device.cpu()
         return [host[a:b].clone() for a, b in zip(self.starts, self.ends, strict=True)]
-
-
-def descriptors(maps: Sequence[TensorMap]) -> torch.Tensor:
-    """What the driver encodes, on the device; a map that it refuses is an error."""
-    raw = [encode(tmap) for tmap in maps]
-    for tmap, made in zip(maps, raw, strict=True):
-        if made is None:
-            raise ValueError(f"the driver refuses {tmap}")
-    return torch.frombuffer(bytearray(b"".join(raw)), dtype=torch.int64).view(-1, 16).cuda()
-
-
-def corners(coordinates: Sequence[Sequence[int]]) -> torch.Tensor:
-    rows = [[*c, *[0] * (MOST_RANK - len(c))] for c in coordinates]
-    return torch.tensor(rows, dtype=torch.int32, device="cuda")
 
 
 def run_loads(chosen: list[Case], kernel: object, beyond: int) -> dict:
@@ -202,8 +195,6 @@ def run_tile(tile: Tile, rank: int) -> torch.Tensor:
 
 
 # NaN fill and products
-
-PRODUCT_TILE = Tile(Product.edge, Product.edge, cutlass.BFloat16)
 
 
 @dataclass(frozen=True)

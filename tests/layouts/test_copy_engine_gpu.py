@@ -15,10 +15,11 @@ import torch
 from cases.alone import python
 from copy_cases import POISON, SMEM_BYTES, Case
 from cutlass import BFloat16
-from smem_runs import LOADS, PRODUCT_TILE, PRODUCTS, STORES, TILES, UNITS, Operand
+from smem_runs import LOADS, PRODUCTS, STORES, TILES, UNITS, Operand
 
 from cutedsl_fa3.global_tensor import global_tensor
 from cutedsl_fa3.layouts import Tile, copy_engine
+from cutedsl_fa3.tma_probe import PRODUCT_TILE, Product, RawLoad
 
 LIMIT = 120  # seconds: an import, a small compilation on a busy machine, milliseconds of copies
 AT_ONCE = 8
@@ -203,7 +204,7 @@ def test_the_emulated_product_has_its_nans_where_the_seed_says(name):
 
 @pytest.mark.compile
 def test_the_kernels_that_show_shared_memory_compile_without_spills():
-    from smem_dump import Product, RawLoad, RawStore, TileLoad
+    from smem_dump import RawStore, TileLoad
 
     from cutedsl_fa3.compile import compile_kernel
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import cutlass
 import pytest
 import torch
-from descriptor_dump import dump
 
 from cutedsl_fa3.layouts import NONE, SW32, SW64, SW128, LayoutError, Swizzle, TensorMap
+from cutedsl_fa3.tma_probe import encoded_by_cute
 
 TYPES = {
     torch.bfloat16: cutlass.BFloat16,
@@ -115,7 +115,7 @@ def test_what_cute_encodes_is_the_geometry_written_by_hand(case, dynamic):
     view = torch.empty(stored, dtype=dtype).permute(order)
     expected = by_hand(view, swizzle, shape, strides, box)
     expected.check()
-    raw = dump(view, tile, swizzle, dynamic)
+    raw = encoded_by_cute(view, tile, swizzle, dynamic)
     assert TensorMap.from_bytes(raw, TYPES[dtype]) == expected
 
 
@@ -125,13 +125,18 @@ def test_a_slice_of_a_wider_row_keeps_its_row_stride(dynamic):
     view = qkv[:, 1]
     expected = by_hand(view, SW128, (128, 200), (384,), (64, 64))
     assert expected.address == qkv.data_ptr() + 256
-    assert TensorMap.from_bytes(dump(view, (64, 128), SW128, dynamic), cutlass.BFloat16) == expected
+    assert (
+        TensorMap.from_bytes(encoded_by_cute(view, (64, 128), SW128, dynamic), cutlass.BFloat16)
+        == expected
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_row_stride_of_1022_bytes_is_silently_encoded_as_1008_and_check_refuses_it(dynamic):
     view = torch.empty(100, 511, dtype=BF16)
-    encoded = TensorMap.from_bytes(dump(view, (64, 64), SW128, dynamic), cutlass.BFloat16)
+    encoded = TensorMap.from_bytes(
+        encoded_by_cute(view, (64, 64), SW128, dynamic), cutlass.BFloat16
+    )
     assert encoded.strides == (1008,)
     given = by_hand(view, SW128, (511, 100), (511,), (64, 64))
     assert replace(given, strides=(1008,)) == encoded

@@ -9,7 +9,6 @@ import cutlass
 import numpy as np
 import pytest
 import torch
-from descriptor_dump import dump
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
@@ -28,6 +27,7 @@ from cutedsl_fa3.layouts import (
     encoded,
     explain,
 )
+from cutedsl_fa3.tma_probe import encoded_by_cute
 
 BF16 = cutlass.BFloat16
 TILE = Tile(128, 64, BF16)
@@ -180,7 +180,9 @@ def test_what_cute_encodes_in_silence_is_what_the_doctor_says_it_would(stride):
     view = numpy_view(100, stride)
     asked = explain(view, Tile(64, 64, cutlass.Float16)).map
     for dynamic in (False, True):
-        made = TensorMap.from_bytes(dump(view, (64, 64), SW128, dynamic), cutlass.Float16)
+        made = TensorMap.from_bytes(
+            encoded_by_cute(view, (64, 64), SW128, dynamic), cutlass.Float16
+        )
         assert made == encoded(asked)
 
 
@@ -189,7 +191,7 @@ def test_what_cute_encodes_in_silence_is_what_the_doctor_says_it_would(stride):
 def test_a_row_of_any_length_is_rounded_down_to_16_bytes_in_silence_and_said(elements):
     view = numpy_view(10, 2 * elements)
     found = explain(view, Tile(64, 64, cutlass.Float16))
-    made = TensorMap.from_bytes(dump(view, (64, 64), SW128, True), cutlass.Float16)
+    made = TensorMap.from_bytes(encoded_by_cute(view, (64, 64), SW128, True), cutlass.Float16)
     assert made == found.encoded
     assert found.legal == (made.strides == found.map.strides)
     if not found.legal:
@@ -209,7 +211,7 @@ def test_the_1022_bytes_that_become_1008_are_told_with_what_would_be_read():
 def test_a_static_size_beyond_32_bits_wraps_in_silence_as_the_doctor_says():
     view = numpy_view(2**33 + 5, 128)
     found = explain(view, Tile(64, 64, cutlass.Float16))
-    made = TensorMap.from_bytes(dump(view, (64, 64), SW128, False), cutlass.Float16)
+    made = TensorMap.from_bytes(encoded_by_cute(view, (64, 64), SW128, False), cutlass.Float16)
     assert made == found.encoded and made.shape == (64, 5)
 
 
@@ -217,7 +219,7 @@ def test_a_static_size_beyond_32_bits_wraps_in_silence_as_the_doctor_says():
 def test_a_stride_below_zero_wraps_in_silence_as_the_doctor_says(dynamic):
     array = np.zeros((100, 64), np.float16)[::-1]
     found = explain(array, Tile(64, 64, cutlass.Float16))
-    made = TensorMap.from_bytes(dump(array, (64, 64), SW128, dynamic), cutlass.Float16)
+    made = TensorMap.from_bytes(encoded_by_cute(array, (64, 64), SW128, dynamic), cutlass.Float16)
     assert made == found.encoded and made.strides == (2**40 - 128,)
     assert "stride 1099511627648 bytes instead of -128" in str(found)
 
@@ -225,7 +227,7 @@ def test_a_stride_below_zero_wraps_in_silence_as_the_doctor_says(dynamic):
 def test_no_element_is_encoded_as_all_that_32_bits_count():
     empty = torch.zeros(0, 64, dtype=torch.float16)
     found = explain(empty, Tile(64, 64, cutlass.Float16))
-    made = TensorMap.from_bytes(dump(empty, (64, 64), SW128, True), cutlass.Float16)
+    made = TensorMap.from_bytes(encoded_by_cute(empty, (64, 64), SW128, True), cutlass.Float16)
     assert made.shape == found.encoded.shape == (64, 2**32)
     assert "4294967296 elements instead of 0 in dimension 1: memory past the end" in str(found)
 

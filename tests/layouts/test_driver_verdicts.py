@@ -12,10 +12,10 @@ import geometries
 import pytest
 import torch
 from compare_driver import bits, compare, compared, proposed
-from driver_verdicts import encode
 
 from cutedsl_fa3.layouts import TensorMap
 from cutedsl_fa3.record import DATA, META
+from cutedsl_fa3.tma_probe import encode
 
 
 def pretended(tmap: TensorMap) -> bytes | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import cutlass
 import pytest
 import torch
-from driver_verdicts import encode, recorded
+from driver_verdicts import recorded
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -20,6 +20,7 @@ from cutedsl_fa3.layouts import (
     Swizzle,
     TensorMap,
 )
+from cutedsl_fa3.tma_probe import encode
 
 BF16, FP16, FP32, INT32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32, cutlass.Int32
 

@@ -59,7 +59,7 @@ class Elements:
         batch, heads = head
         first, *others = heads if isinstance(heads, tuple) else (heads,)
         self.of_head = lambda h: Elements(
-            variant, captures, scale, (batch, h), seqlens, pairs, bounded
+            variant, captures, scale, (batch, (h,)), seqlens, pairs, bounded
         )
         self.others = tuple(self.of_head(h) for h in others)
         uniform = {"b": batch, "h": first, "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
@@ -72,8 +72,10 @@ class Elements:
             changed = in_base_2(changed) if bounded else changed
             known = with_known_signs(changed, variant.mask)
             self.changes = Lowering(
-                known, captures, uniform, pairs, exponent=not self.has_weight, coarse=bounded
-            )
+                known, captures, uniform, pairs,
+                exponent=not self.has_weight, coarse=bounded,
+                by_row=frozenset({"h"} if isinstance(heads, tuple) else ()),
+            )  # fmt: skip
         lowered = {
             role: Lowering(graph, captures, uniform, pairs)
             for role, graph in variant.graphs.items()

@@ -15,10 +15,12 @@
 
     barrier    threads    says
     strip      128        a warpgroup's rows of o may be written; then, they are written
+    p          128        with P in shared memory: it has been read; then, it is written
     turn       256        with pingpong: the warpgroup before has issued, the next may
 
-Shared memory holds q, k, v and o; o takes the place of q where its rows fit into q's, unless there
-is room for both and a CTA has more than one tile of queries.
+Shared memory holds q, k, v and o, and p if the schedule says so; o takes the place of q where its
+rows fit into q's, unless there is room for both and a CTA has more than one tile of queries. CTAs
+of a cluster have queries one behind the other of one head, and copy half of each K and V for both.
 
 A work tile is tile_m queries of one head, or with `pack` tile_m / pack queries of so many heads
 that read the same keys, row by row; each consumer warpgroup has 64 of its rows. A CTA has one, or
@@ -108,6 +110,8 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         s, problem = plan.schedule, plan.problem
         dtype, (d, dv) = problem.element, problem.tile_dims
         self.plan, self.schedule, self.dtype, self.head_dim_v = plan, s, dtype, dv
+        self.cluster = s.cluster
+        self.beside = s.cluster[0]  # CTAs whose work tiles lie one behind the other, and share K, V
         self.tiles = {
             "q": Tile(s.tile_m, d, dtype),
             "k": Tile(s.tile_n, d, dtype),
@@ -115,11 +119,13 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         }
         if s.store == "tma":
             self.tiles["o"] = Tile(s.tile_m, dv, dtype)
+        if s.p_from == "shared":
+            self.tiles["p"] = Tile(s.tile_m, s.tile_n, dtype)
         self.strip = Tile(wgmma.ROWS, dv, dtype)  # the rows of O that one warpgroup stores
         self.rings = {
             "q": Ring(("q",), 1),
-            "k": Ring(("k",), s.stages),
-            "v": Ring(("v",), s.stages),
+            "k": Ring(("k",), s.stages, multicast={"k": "m"} if self.beside > 1 else {}),
+            "v": Ring(("v",), s.stages, multicast={"v": "m"} if self.beside > 1 else {}),
         }
         if plan.by_tile:
             self.rings["visits"] = WordRing()
@@ -144,6 +150,8 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             table["strip"] = Barrier(wgmma.WARPGROUP, copies=s.consumers)
         if s.pingpong:
             table["turn"] = Barrier(2 * wgmma.WARPGROUP, copies=s.consumers)
+        if s.p_from == "shared":
+            table["p"] = Barrier(wgmma.WARPGROUP, copies=s.consumers)
         self.barriers = Barriers(table)
         self.order = TileOrder(s.head_group)
         roomy = s.persistent and self.smem.total <= self.smem.capacity
@@ -159,6 +167,11 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
     def key_text(self) -> str:
         """Everything that affects the code."""
         return self.plan.key_text
+
+    @property
+    def draws(self) -> bool:
+        """Whether CTAs draw their work tiles."""
+        return self.schedule.persistent and self.beside == 1
 
     def check(self) -> None:
         """Besides the tables: what this kernel's roles take for granted.
@@ -178,10 +191,19 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
                 f"{BESIDE} registers a thread, and {self.threads} threads are launched with "
                 f"{granted}; use consumers=2"
             )
-        if s.cluster != (1, 1):
+        if s.cluster[1] != 1:
             raise ScheduleError(
-                f"cluster = {s.cluster}: the forward's CTAs visit key tiles of their own and share "
-                "none; use (1, 1)"
+                f"cluster = {s.cluster}: the forward's CTAs share keys along the queries; use "
+                f"({s.cluster[0]}, 1)"
+            )
+        if self.beside > 1 and self.plan.variant.mask is not None:
+            raise ScheduleError(
+                f"cluster = {s.cluster}: CTAs that share key tiles visit the same, and a mask "
+                "gives each its own; use (1, 1)"
+            )
+        if self.beside > 1 and self.plan.trace:
+            raise ScheduleError(
+                f"cluster = {s.cluster}: CTAs that share key tiles trace no visits; use (1, 1)"
             )
         if s.pack > 1 and differs_by_head(self.plan.variant.mask):
             raise ScheduleError(
@@ -244,8 +266,8 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             self.summarise.launch(captures, table, *lengths, stream)
         io = Io(
             tuple(self.tiles["q"].load_atom(q)),
-            tuple(self.tiles["k"].load_atom(k)),
-            tuple(self.tiles["v"].load_atom(v)),
+            tuple(self.tiles["k"].load_atom(k, multicast=self.beside)),
+            tuple(self.tiles["v"].load_atom(v, multicast=self.beside)),
             tuple(self.strip.store_atom(o)) if s.store == "tma" else (None, o),
             (q, k, v) if self.repairs else None,
             lse,
@@ -257,11 +279,11 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         )
         grid = self.work_tiles(io)
         if cutlass.const_expr(s.persistent):
-            grid = cutlass.min(grid, ctas)
-        self.launch(io, (grid, 1, 1), stream)
+            grid = cutlass.min(grid, ctas // self.beside)
+        self.launch(io, (grid * self.beside, 1, 1), stream)
 
     def work_tiles(self, io: Io) -> Int32:
-        """How many work tiles there are."""
+        """How many work tiles there are, or so many of a cluster."""
         _, _, heads, batches = io.q[1].shape
         return self.order.tiles(self.m_blocks(io), heads * batches)
 
@@ -271,15 +293,22 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         return rows if self.schedule.pack == 1 else rows[1]
 
     def m_blocks(self, io: Io) -> Int32:
-        """Work tiles of a head, or of heads that share them."""
-        return cute.ceil_div(self.seqlen_q(io), self.schedule.queries)
+        """Work tiles, of clusters, of a head or of heads that share them."""
+        return cute.ceil_div(self.seqlen_q(io), self.schedule.queries * self.beside)
 
     def place(self, io: Io, index: Int32) -> tuple[Int32, Int32, Int32]:
-        """(m_block, head, batch) of a work tile."""
+        """(m_block, head, batch) of this CTA's part of a work tile."""
         _, _, heads, batches = io.q[1].shape
         m_block, head_of_all = self.order.at(index, self.m_blocks(io), heads * batches, cutlass.min)
         batch = head_of_all // heads
+        if self.beside > 1:
+            m_block = m_block * self.beside + cute.arch.block_in_cluster_idx()[0]
         return m_block, head_of_all - batch * heads, batch
+
+    def first_index(self) -> Int32:
+        """The work tile that this CTA or its cluster begins with."""
+        index, _, _ = cute.arch.block_idx()
+        return index // self.beside
 
     def work(
         self, io: Io, m_block: Int32, head: Int32, batch: Int32, of_pack: tuple = (0,)
@@ -311,19 +340,20 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             if cutlass.const_expr(self.schedule.persistent):
                 self.produce_drawn(io, smem, ports)
             else:
-                index, _, _ = cute.arch.block_idx()
-                self.produce(io, smem, ports, *self.place(io, index))
+                place = self.place(io, self.first_index())
+                _, ring_k, ring_v, _, _ = self.produce(io, smem, ports, *place)
+                self.part(ring_k, ring_v)
 
     @cute.jit
     def produce_drawn(self, io, smem, ports):
         """One work tile after the other; the next is drawn before the last loads of this one.
 
-        Sooner would give it to this CTA while another is done first.
+        Sooner would give it to this CTA while another is done first. Clusters take theirs in turn.
         """
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         work, visits = ports.work, ports.visits if self.plan.by_tile else None
         tiles = self.work_tiles(io)
-        index, _, _ = cute.arch.block_idx()
+        index = self.first_index()
         while index < tiles:
             m_block, head, batch = self.place(io, index)
             work = put(work, smem.work, m_block, head, batch)
@@ -331,8 +361,19 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             ring_q, ring_k, ring_v, visits, drawn = self.produce(
                 io, smem, ends, m_block, head, batch
             )
-            index = drawn_tile(drawn, io.counter, tiles)
+            if cutlass.const_expr(self.draws):
+                index = drawn_tile(drawn, io.counter, tiles)
+            else:
+                ctas, _, _ = cute.arch.grid_dim()
+                index += ctas // self.beside
         put(work, smem.work, Int32(END), Int32(0), Int32(0))
+        self.part(ring_k, ring_v)
+
+    def part(self, ring_k, ring_v):
+        """Stay until what the others of a cluster do in this CTA's shared memory is done."""
+        if self.beside > 1:
+            ring_k.tail()
+            ring_v.tail()
 
     @cute.jit
     def produce(self, io, smem, ports, m_block, head, batch):
@@ -363,7 +404,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         total = w.runs.n_total
         late = self.schedule.persistent and "o" in self.aliases and self.schedule.stages > 1
-        again, drawn = self.schedule.persistent, Int32(0)
+        again, drawn = self.draws, Int32(0)
         if cutlass.const_expr(again):
             if total == 0:
                 drawn = draw(io.counter)
@@ -433,7 +474,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         """Attend to one work tile, or to those that the producer names."""
         s = self.schedule
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-        f = Fragments(s, self.dtype, self.head_dim_v, smem, thread)
+        f = Fragments(s, self.dtype, self.head_dim_v, smem, thread, self.barriers)
         turns = Turns(self.barriers, "turn", group) if s.pingpong else None
         if cutlass.const_expr(s.persistent):
             ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
@@ -448,8 +489,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
                 if thread % wgmma.WARPGROUP < WARP:
                     self.stored()
         else:
-            index, _, _ = cute.arch.block_idx()
-            w = self.work(io, *self.place(io, index), f.heads)
+            w = self.work(io, *self.place(io, self.first_index()), f.heads)
             self.attend(io, smem, w, f, turns, ports, thread)
 
     @cute.jit

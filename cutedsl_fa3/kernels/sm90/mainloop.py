@@ -78,14 +78,17 @@ class MainLoop:
         """Pass over the first tiles as long as this warpgroup's rows see none of their keys.
 
         Under causality that spares the upper rows of a work tile the keys of the lower ones, and
-        rows past the sequence everything. Later tiles that only other rows see are computed.
+        rows past the sequence everything, but in clusters, where a CTA may have no other rows.
+        Later tiles that only other rows see are computed.
         Returns the rings' ends and how many tiles these were.
         """
         s = self.schedule
         strip = w.m_block * s.consumers + group
         queries = wgmma.ROWS // s.pack
         runs = w.elements.runs(strip, queries, s.tile_n)
-        inside = strip * queries < w.elements.seqlen_q
+        inside = (
+            strip * queries < w.elements.seqlen_q if self.beside == 1 else cutlass.Boolean(True)
+        )
         partial, total = w.runs.n_partial, w.runs.n_total
         j, n_block = cutlass.Int32(0), cutlass.Int32(w.runs.n_block(0))
         while (j < total) & ((inside & runs.has(n_block)) ^ True):

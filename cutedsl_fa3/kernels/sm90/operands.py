@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cutedsl_fa3.layouts import transposed, wgmma
-from cutedsl_fa3.pipelines import Schedule
+from cutedsl_fa3.pipelines import Barriers, Schedule
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
@@ -143,15 +143,24 @@ class Fragments:
 
     `output` is acc_o as (rows, cols) of this thread; `places` says where its scores lie in the
     tile, `queries` the same in queries and keys, `heads` which of the packed heads its rows are of:
-    one for all of its rows, or one for each. CuTe calls these tSrQ, tSrK, tOrP, tOrV.
+    one for all of its rows, or one for each. `barriers` are needed where P goes through shared
+    memory. CuTe calls these tSrQ, tSrK, tOrP, tOrV.
     """
 
     def __init__(
-        self, schedule: Schedule, dtype: type, dv: int, smem: SimpleNamespace, thread: Int32
+        self,
+        schedule: Schedule,
+        dtype: type,
+        dv: int,
+        smem: SimpleNamespace,
+        thread: Int32,
+        barriers: Barriers | None = None,
     ) -> None:
-        s = schedule
+        s, self.barriers = schedule, barriers
         self.qk = wgmma.tiled_mma(dtype, s.tile_n, s.consumers)
-        self.pv = wgmma.tiled_mma(dtype, dv, s.consumers, a_from="registers", b_major="n")
+        in_smem = s.p_from == "shared"
+        source = "smem" if in_smem else "registers"
+        self.pv = wgmma.tiled_mma(dtype, dv, s.consumers, a_from=source, b_major="n")
         self.pv_strip = wgmma.tiled_mma(dtype, dv, 1, a_from="registers", b_major="n")
         qk, pv = self.qk.get_slice(thread), self.pv.get_slice(thread)
         self.q = self.qk.make_fragment_A(qk.partition_A(smem.q))
@@ -160,6 +169,13 @@ class Fragments:
         self.tile_m, self.tile_n = s.tile_m, s.tile_n
         self.acc_o = wgmma.accumulator(self.pv, s.tile_m, dv)
         self.p = cute.make_rmem_tensor(self.qk.partition_shape_C((s.tile_m, s.tile_n)), dtype)
+        self.p_operand = wgmma.as_operand(self.p)
+        self.p_strip, self.thread = None, thread
+        if in_smem:
+            self.group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+            self.p_operand = self.pv.make_fragment_A(pv.partition_A(smem.p))
+            self.p_strip = cute.local_tile(smem.p, (wgmma.ROWS, s.tile_n), (self.group, 0))
+            self.qk_strip = wgmma.tiled_mma(dtype, s.tile_n, 1)
         self.output = wgmma.as_rows_cols(self.acc_o)
         self.places = wgmma.places(self.qk, s.tile_m, s.tile_n, thread)
         self.queries, self.heads = unpacked(self.places, s.pack)
@@ -178,8 +194,8 @@ class Fragments:
     def multiply_pv(self, slot) -> None:
         """Issue O += P V."""
         warpgroup.fence()
-        p, v = wgmma.as_operand(self.p), self.v[None, None, None, slot.index]
-        wgmma.issue(self.pv, self.acc_o, p, v, accumulate=True)
+        v = self.v[None, None, None, slot.index]
+        wgmma.issue(self.pv, self.acc_o, self.p_operand, v, accumulate=True)
 
     def round_p(self, acc_s: cute.Tensor) -> None:
         """P in the input dtype, as the second product reads it.
@@ -191,3 +207,13 @@ class Fragments:
             few = cute.make_layout(AT_ONCE)
             rounded = cute.make_tensor(acc_s.iterator + first, few).load().to(self.p.element_type)
             cute.make_tensor(self.p.iterator + first, few).store(rounded)
+        if self.p_strip is not None:
+            self.store_p()
+
+    def store_p(self) -> None:
+        """P to shared memory, when all warps are done with the one before."""
+        barrier = self.barriers["p", self.group]
+        barrier.arrive_and_wait()
+        wgmma.to_smem(self.p, self.p_strip, self.qk_strip, self.thread % wgmma.WARPGROUP)
+        cute.arch.fence_view_async_shared()
+        barrier.arrive_and_wait()
