@@ -113,6 +113,23 @@ def test_warpgroups_that_share_keys_neither_hang_nor_race(dims, deterministic):
     assert max(outcome.fills["q"] for outcome in verdict.outcomes) > plan.schedule.stages
 
 
+LATE = {"tile_m": 64, "parts": 1, "stages": 3, "lag": True, "early": True}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("schedule", [LATE, {"early": True}], ids=str)
+def test_products_that_run_under_the_weights_neither_spill_nor_serialise(schedule):
+    assert_sound(backward_plan(64, masks.causal, **schedule))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dq_that_comes_a_tile_late_is_added_once_for_every_tile(deterministic):
+    plan = replace(backward_plan(64, masks.causal, **LATE), deterministic=deterministic)
+    verdict = check_pipeline(plan.kernel, [arguments(plan, 1, 200, 130, 2, 1)])
+    assert verdict.ok, verdict
+    assert max(outcome.fills["q"] for outcome in verdict.outcomes) > plan.schedule.stages
+
+
 def test_p_that_is_read_before_all_have_written_it_is_a_race():
     class Hasty(type(configs_backward.plan("nothing", (192, 128)).kernel)):
         """Each warpgroup goes on as soon as its own P and dS are written."""
@@ -183,6 +200,8 @@ def test_head_sizes_are_served_by_the_next_of_the_table():
         ("parts", 3),
         ("consumers", 4),
         ("sharing", 3),
+        ("lag", 1),
+        ("early", "yes"),
         ("add", "atomic"),
         ("head_group", 0),
         ("stages", 2.0),
@@ -191,6 +210,15 @@ def test_head_sizes_are_served_by_the_next_of_the_table():
 def test_a_schedule_outside_its_range_is_refused_by_field_and_value(field, value):
     with pytest.raises(ScheduleError, match=f"{field} = {value!r}"):
         BackwardSchedule(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"places": 1}, {"stages": 1}, {"tile_m": 128, "parts": 2}, {"tile_n": 64, "sharing": 2}],
+)
+def test_a_late_dq_is_refused_where_what_it_needs_is_written_over(beside):
+    with pytest.raises(ScheduleError, match="lag = True: True needs parts 1, sharing 1, places 2"):
+        BackwardSchedule(lag=True, **beside)
 
 
 def test_a_fixed_order_of_additions_needs_the_warp_that_adds():

@@ -25,6 +25,7 @@ from cutedsl_fa3.pipelines import take
 
 from .mainloop import END, again
 from .operands import rounded
+from .weights import rounded_before
 
 
 class Lagging:
@@ -38,32 +39,32 @@ class Lagging:
         if word != END:
             behind, place = ring.clone(), Int32(0)
             last, of_head = word, head  # the tile whose dQ is still to come
-            ends = ring, behind
-            ring, behind = self.tile(io, smem, f, w, ends, (word, head), None, place, thread, True)
+            first = ((word, head), None, place, thread)
+            ring, behind = self.tile(io, smem, f, w, ring, behind, *first, True)
             visits, word, head = take(visits, smem.visits)
             place = place ^ 1
             if cutlass.const_expr(self.plan.deterministic):
                 while word != END:
-                    before, ends = (last, of_head), (ring, behind)
+                    before = (last, of_head)
                     at = ((word, head), before, place, thread)
                     if word % 2 == 1:
-                        ring, behind = self.tile(io, smem, f, w, ends, *at, True)
+                        ring, behind = self.tile(io, smem, f, w, ring, behind, *at, True)
                     else:
-                        ring, behind = self.tile(io, smem, f, w, ends, *at, False)
+                        ring, behind = self.tile(io, smem, f, w, ring, behind, *at, False)
                     last, of_head, place = word, head, place ^ 1
                     visits, word, head = take(visits, smem.visits)
             else:
                 while word != END and word % 2 == 1:
-                    before, ends = (last, of_head), (ring, behind)
+                    before = (last, of_head)
                     at = ((word, head), before, place, thread)
-                    ring, behind = self.tile(io, smem, f, w, ends, *at, True)
+                    ring, behind = self.tile(io, smem, f, w, ring, behind, *at, True)
                     last, of_head, place = word, head, place ^ 1
                     visits, word, head = take(visits, smem.visits)
                 if cutlass.const_expr(self.ever_full):
                     while word != END:
-                        before, ends = (last, of_head), (ring, behind)
+                        before = (last, of_head)
                         at = ((word, head), before, place, thread)
-                        ring, behind = self.tile(io, smem, f, w, ends, *at, False)
+                        ring, behind = self.tile(io, smem, f, w, ring, behind, *at, False)
                         last, of_head, place = word, head, place ^ 1
                         visits, word, head = take(visits, smem.visits)
             self.last(io, smem, f, w, behind, (last, of_head), place, thread)
@@ -80,10 +81,11 @@ class Lagging:
         slot.release()
 
     @cute.jit
-    def tile(self, io, smem, f, w, ends, at, before, place, thread, masked: cutlass.Constexpr):
+    def tile(self, io, smem, f, w, ring, behind, at, before, place, thread,
+             masked: cutlass.Constexpr):  # fmt: skip
         """S, dP and dV of one tile of queries, dQ and dK of the one before, if there is one."""
         s = self.schedule
-        (ring, behind), (word, head) = ends, at
+        word, head = at
         thread = again(thread)
         (places,) = f.places(thread)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
@@ -103,6 +105,8 @@ class Lagging:
         warpgroup.wait_group(under + 1)
         raw = self.kept(weigher, acc_s)
         weigher.weigh(acc_s, f.p16[0], *where, smem.lse, slot.index, masked)
+        if cutlass.const_expr(s.early and not weigher.is_weight):
+            rounded_before(f.p16[0])
         warpgroup.wait_group(under)
         weigher.differ(acc_s, acc_dp, *where, smem.delta, slot.index, masked, raw, smem.lse)
         f.multiply_dv(slot, 0, place)

@@ -21,9 +21,9 @@ from cutlass.cute.nvgpu import warpgroup
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import take
 
-from .operands import rounded
+from .operands import AT_ONCE, FEW, rounded
 from .sums import add, write
-from .weights import Weigher
+from .weights import Weigher, rounded_before
 
 END = -1  # in place of a tile: there are no more
 
@@ -97,6 +97,8 @@ class MainLoop:
             if cutlass.const_expr(s.sharing > 1):
                 p = f.of_part(smem.p, part)[None, None, place]
                 wgmma.to_smem(f.p16[part], p, f.scores, thread)
+            if cutlass.const_expr(s.early and not weigher.is_weight):
+                rounded_before(f.p16[part])
             warpgroup.wait_group(later)
             weigher.differ(acc_s, acc_dp, *at, smem.delta, slot.index, masked, raw, smem.lse)
             if cutlass.const_expr(s.sharing == 1):
@@ -139,7 +141,9 @@ class MainLoop:
     def weigher(self, io, head, batch) -> Weigher:
         """The variant's functions at one head of queries, and where captured tensors' parts go."""
         sums = dict(zip(self.plan.wanted, io.captured or (), strict=True))
-        return Weigher(self.elements(io, head, batch), self.plan.variant, sums)
+        elements = self.elements(io, head, batch)
+        at_once = AT_ONCE if self.schedule.sharing == 1 else FEW
+        return Weigher(elements, self.plan.variant, sums, at_once)
 
     def kept(self, weigher: Weigher, acc: cute.Tensor) -> cute.Tensor | None:
         """A copy of the products, where gradients of captured tensors read them again."""

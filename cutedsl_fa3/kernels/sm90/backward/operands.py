@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CHUNK = 8  # columns that a lane stores at once
 LANES = 4  # that hold a row of an accumulator together
 AT_ONCE = 8  # numbers that are rounded together
+FEW = 2  # where they are no operand from registers, whose rounding the products would wait for
 WORDS = 32  # fp32 columns of the tensor that sums dQ: a row is the widest swizzle's 128 B
 
 
@@ -150,8 +151,9 @@ def rounded(acc: cute.Tensor, to: cute.Tensor) -> None:
     Where all are converted at once the compiler may convert them one by one, and wait before each
     instruction of the product that reads them.
     """
-    few = cute.make_layout(AT_ONCE)
-    for first in range(0, cute.size(acc), AT_ONCE):
+    at_once = min(AT_ONCE, cute.size(acc))
+    few = cute.make_layout(at_once)
+    for first in range(0, cute.size(acc), at_once):
         part = cute.make_tensor(acc.iterator + first, few).load().to(to.element_type)
         cute.make_tensor(to.iterator + first, few).store(part)
 

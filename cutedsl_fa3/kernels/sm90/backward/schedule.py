@@ -30,7 +30,8 @@ class BackwardSchedule:
     registers of S and dP of the other. `add`: dQ joins its sums by "tma" from shared memory, or
     "direct" from registers, four at once. `head_group`: heads whose tiles are interleaved so that
     they stay in L2. `lag`: dQ and dK of a tile are multiplied beside S and dP of the next
-    (lagging.py), which takes two places, keys that nobody shares and one part.
+    (lagging.py), which takes two places, keys that nobody shares and one part. `early`: P is
+    computed before the wait for dP, which the compiler otherwise moves in front of it.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -46,6 +47,7 @@ class BackwardSchedule:
     add: Add = "tma"
     head_group: int = 8
     lag: bool = False
+    early: bool = False
 
     def __post_init__(self) -> None:
         need = field_rule(self)
@@ -66,7 +68,8 @@ class BackwardSchedule:
         need(self.places in (1, 2), "places", "1 or 2")
         need(self.parts in (1, self.tile_m // wgmma.ROWS), "parts", "1, or one for 64 queries")
         need(self.add in get_args(Add), "add", f"one of {', '.join(get_args(Add))}")
-        need(isinstance(self.lag, bool), "lag", "True or False")
+        for field in ("lag", "early"):
+            need(isinstance(getattr(self, field), bool), field, "True or False")
         alone = self.parts == self.sharing == 1 and self.places == 2 and self.stages > 1
         need(alone or not self.lag, "lag", "True needs parts 1, sharing 1, places 2 and 2 stages")
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
@@ -82,11 +85,9 @@ class BackwardSchedule:
         return self.consumers // self.sharing
 
     def accumulated(self, d: int, dv: int) -> int:
-        """Registers of a thread that hold sums of products: dK and dV, with S and dP or dQ."""
+        """Registers of a thread that hold sums of products under the weights: dK, dV, S, dP."""
         of_keys = wgmma.ROWS * self.groups * (d + dv)
-        return (of_keys + max(2 * self.tile_n * self.tile_m, self.tile_m * d)) // (
-            self.consumers * wgmma.WARPGROUP
-        )
+        return (of_keys + 2 * self.tile_n * self.tile_m) // (self.consumers * wgmma.WARPGROUP)
 
     @property
     def beside(self) -> int:
@@ -99,4 +100,5 @@ class BackwardSchedule:
             f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, "
             f"{self.places} places of dS, {self.consumers} consumer warpgroups"
             f"{sharing}, dQ added {self.add}{', a tile late' if self.lag else ''}"
+            f"{', P before the wait for dP' if self.early else ''}"
         )
