@@ -248,7 +248,7 @@ GRADED = VARIANTS | {
 }
 # Other tiles of a kernel; the twin has the same for all.
 OF_GRADED_DIMS = pytest.mark.parametrize(
-    "dim", [64, *(pytest.param(dim, marks=pytest.mark.gpu) for dim in (40, 128))]
+    "dim", [64, *(pytest.param(dim, marks=pytest.mark.gpu) for dim in (40, 128, 192, 256))]
 )
 GRADED_SIZES = (1, 150, 200, 2, 1)
 GRADED_SITE = st.tuples(
