@@ -273,10 +273,10 @@ def broken(name: str, compiled: Compiled, stored: Contracts | None = None) -> st
 
 @cache
 def shipped() -> dict[str, Kernel]:
-    """Each kernel that has a contract: all configurations of the forward, and the GEMMs."""
+    """Each kernel that has a contract: configurations of forward and backward, and the GEMMs."""
     import cutlass
 
-    from . import configs, gemm
+    from . import configs, configs_backward, gemm
     from .kernels.sm90.gemm import GemmSm90
     from .kernels.sm100.gemm import GemmSm100
     from .pipelines import Schedule
@@ -296,15 +296,19 @@ def shipped() -> dict[str, Kernel]:
     gemms += [sm100(fp16, 128, 256, 2), sm100(bf16, 256, 128, 2)]
     gemms += [sm100(bf16, 128, 48, 2, cluster=(2, 1)), sm100(bf16, 128, 128, 2, cluster=(1, 2))]
     forwards = [plan.kernel for plan in configs.every()]
-    kernels = [*forwards, *gemms]
+    backwards = [plan.kernel for plan in configs_backward.configs().values()]
+    kernels = [*forwards, *backwards, *gemms]
     return {label(kernel): kernel for kernel in kernels}
 
 
 def label(kernel: Kernel) -> str:
     """The name of a kernel's contract."""
-    from . import configs
+    from . import configs, configs_backward
+    from .plans_backward import BackwardPlan
 
     if (plan := getattr(kernel, "plan", None)) is not None:
+        if isinstance(plan, BackwardPlan):
+            return f"backward {configs_backward.label(plan)}"
         return f"forward {configs.label(plan)}"
     s, dtype = kernel.schedule, {"BFloat16": "bf16", "Float16": "fp16"}[kernel.dtype.__name__]
     cluster = "x".join(map(str, s.cluster))

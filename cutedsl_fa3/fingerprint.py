@@ -33,6 +33,7 @@ WITHOUT_CODE = frozenset(
         "bench_ladder.py",
         "cache.py",
         "calls.py",
+        "calls_backward.py",
         "cases.py",
         "checks.py",
         "cli.py",

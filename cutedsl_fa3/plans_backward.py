@@ -48,10 +48,20 @@ class BackwardPlan:
 
         Raises: ScheduleError.
         """
-        from .kernels.sm90.backward.schedule import default_schedule
+        from .schedules_backward import default_schedule
 
-        schedule = default_schedule(variant, problem, deterministic)
+        schedule = default_schedule(variant, problem, deterministic, wanted)
         return cls(variant, problem, schedule, has_dlse, deterministic, wanted)
+
+    @cached_property
+    def tile_dims(self) -> tuple[int, int]:
+        """The head sizes of the tiles.
+
+        Raises: ScheduleError.
+        """
+        from .schedules_backward import tile_dims
+
+        return tile_dims(self.problem)
 
     @cached_property
     def by_tile(self) -> bool:

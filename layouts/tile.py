@@ -42,6 +42,9 @@ _K_MAJOR_ATOM = {
 class Tile:
     """A rows x cols block of `dtype`, columns contiguous, swizzled by its row length.
 
+    `pieces`: products take its columns in so many equal pieces, so that each begins with a swizzle
+    span.
+
     Raises:
         LayoutError: rows not a multiple of 8, a row that no swizzle span divides, or a dtype that
         is not one of cutlass.
@@ -50,6 +53,7 @@ class Tile:
     rows: int
     cols: int
     dtype: type
+    pieces: int = 1
 
     align: ClassVar[int] = ALIGN
 
@@ -63,7 +67,12 @@ class Tile:
             raise LayoutError(
                 f"tile dtype = {self.dtype!r}: a cutlass type is needed, e.g. cutlass.BFloat16"
             )
-        widest(self.row_bytes)
+        if self.cols % self.pieces:
+            raise LayoutError(
+                f"tile pieces = {self.pieces}: a number that divides the {self.cols} columns is "
+                "needed"
+            )
+        widest(self.row_bytes // self.pieces)
 
     @property
     def row_bytes(self) -> int:
@@ -77,8 +86,8 @@ class Tile:
 
     @property
     def swizzle(self) -> Swizzle:
-        """The widest swizzle whose span divides a row."""
-        return widest(self.row_bytes)
+        """The widest swizzle whose span divides a row, or each of its pieces."""
+        return widest(self.row_bytes // self.pieces)
 
     @property
     def box(self) -> tuple[int, int]:

@@ -176,14 +176,19 @@ class WarpSpecialized:
         return first
 
     def common_expectations(
-        self, loads: Mapping[str, int], stores: Mapping[str, Tile], rank: int = 2
+        self,
+        loads: Mapping[str, int],
+        stores: Mapping[str, Tile],
+        rank: int = 2,
+        adds: Mapping[str, Tile] | None = None,
     ) -> tuple[Expect, ...]:
         """What tiles, rings and roles promise about the machine code, whatever is multiplied.
 
         `loads`: in how many places of the code each tile is loaded; the body of a loop is one, so
         a loop with loads or products says `unroll=1`. `stores`: the tile of each TMA store, by a
-        name to report. `rank`: dimensions of the tensors in global memory. A kernel adds its
-        products:
+        name to report; `adds`: likewise of those that add to one tensor, whose descriptor is
+        prefetched too.
+        `rank`: dimensions of the tensors in global memory. A kernel adds its products:
 
             def expected(self):
                 common = self.common_expectations({"a": 1, "b": 1}, {"c": self.tiles["c"]})
@@ -194,6 +199,8 @@ class WarpSpecialized:
         shared = {name: count for name, count in copies.items() if self.parts(name) > 1}
         inits = {name: 2 * ring.stages for name, ring in self.rings.items()}
         written = {name: tile.copies for name, tile in stores.items()}
+        added = {name: tile.copies for name, tile in (adds or {}).items()}
+        prefetched = dict.fromkeys((*loads, *(("what is added to",) if added else ())), 1)
         granted = launch_registers(self.threads, self.residents)
         budgets = {n: r.registers for n, r in self.roles.items() if r.registers is not None}
         fewer = {name: 1 for name, registers in budgets.items() if registers < granted}
@@ -202,7 +209,8 @@ class WarpSpecialized:
             exactly("UTMALDG", copies, "TMA boxes of"),
             exactly(f"UTMALDG.{rank}D.MULTICAST", shared, "boxes shared in the cluster, of"),
             exactly("UTMASTG", written, "TMA boxes of"),
-            exactly("UTMACCTL.PF", dict.fromkeys(loads, 1), "descriptors prefetched, of"),
+            *((exactly("UTMAREDG", added, "TMA boxes added, of"),) if added else ()),
+            exactly("UTMACCTL.PF", prefetched, "descriptors prefetched, of"),
             Expect("ELECT", "at least", int(bool(loads)), "one thread issues a TMA copy"),
             exactly("SYNCS.EXCH.64", inits, "full and empty mbarriers of ring"),
             exactly("USETMAXREG.DEALLOC", fewer, f"fewer than the launch's {granted}:"),

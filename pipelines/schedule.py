@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -22,6 +23,19 @@ class ScheduleError(ValueError):
 def is_whole(value: object) -> bool:
     """Whether this is a Python int: 2.0 and True compare equal to ints and yet print otherwise."""
     return type(value) is int
+
+
+def field_rule(schedule: object) -> Callable[[bool, str, str], None]:
+    """A function need(ok, field, allowed) that refuses a field of `schedule` unless it is ok.
+
+    Raises: ScheduleError, from that function, naming field, value and what is allowed.
+    """
+
+    def need(ok: bool, field: str, allowed: str) -> None:
+        if not ok:
+            raise ScheduleError(f"{field} = {getattr(schedule, field)!r}: {allowed}")
+
+    return need
 
 
 NUMBERS = (
@@ -68,10 +82,7 @@ class Schedule:
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
-        def need(ok: bool, field: str, allowed: str) -> None:
-            if not ok:
-                raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
-
+        need = field_rule(self)
         for field in NUMBERS:
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")

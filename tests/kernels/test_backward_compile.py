@@ -6,19 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sound import assert_sound
 
-from cutedsl_fa3 import Variant, masks
-from cutedsl_fa3.audit import audit
-from cutedsl_fa3.compile import compile_kernel
-from cutedsl_fa3.kernels.sm90.backward.schedule import TABLE, BackwardSchedule, tile_dims
+from cutedsl_fa3 import Variant, configs_backward, contract, masks
+from cutedsl_fa3.kernels.sm90.backward.schedule import BackwardSchedule
 from cutedsl_fa3.kernels.sm90.backward.sums import strip, whole
+from cutedsl_fa3.kernels.sm90.backward.work import FLAGGED
 from cutedsl_fa3.layouts import LayoutError
 from cutedsl_fa3.layouts.tile import Row
 from cutedsl_fa3.model import check_pipeline
 from cutedsl_fa3.pipelines import ScheduleError
 from cutedsl_fa3.plans_backward import BackwardPlan
-from cutedsl_fa3.problem import Problem
+from cutedsl_fa3.problem import NATIVE, Problem
+from cutedsl_fa3.schedules import NEEDS, needs
+from cutedsl_fa3.schedules_backward import TABLE, serving_row, tile_dims
 
+CONFIGS = configs_backward.configs()
 SIZES = ((1, 64, 128, 1, 1), (1, 200, 200, 2, 1), (1, 500, 300, 1, 1))  # b, sq, sk, h, kv heads
 
 
@@ -38,32 +41,111 @@ def test_equal_functions_with_other_derivatives_are_other_kernels():
 
 def arguments(plan: BackwardPlan, batch, seqlen_q, seqlen_k, heads, kv_heads) -> tuple:
     """Of the compiled host function, on torch's meta device."""
-    d, s = plan.problem.head_dim, plan.schedule
-    rows = -(-seqlen_q // s.tile_m) * s.tile_m
+    d, dv, s = plan.problem.head_dim, plan.problem.head_dim_v, plan.schedule
+    tiles = -(-seqlen_q // s.tile_m)
+    rows = tiles * s.tile_m
 
     def tensor(*shape, dtype=torch.float32):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    q = tensor(batch, seqlen_q, heads, d, dtype=torch.bfloat16)
-    k = tensor(batch, seqlen_k, kv_heads, d, dtype=torch.bfloat16)
+    def given(seqlen, heads, dim):
+        return tensor(batch, seqlen, heads, dim, dtype=torch.bfloat16)
+
+    q, o = given(seqlen_q, heads, d), given(seqlen_q, heads, dv)
+    k, v = given(seqlen_k, kv_heads, d), given(seqlen_k, kv_heads, dv)
     of_rows, padded = tensor(batch, heads, seqlen_q), tensor(batch, heads, rows)
-    sums = tensor(batch * heads * rows * d // 32, 32)
-    given = (q, k, k, q, of_rows, q, None, q, k, k, None, None, padded, padded, sums)
-    return (*given, None, None, 1.0)
+    sums = tensor(batch * heads * rows * plan.tile_dims[0] // 32, 32)
+    turns = None
+    if plan.deterministic:
+        turns = tensor(batch, heads, tiles, dtype=torch.int32).permute(2, 1, 0)
+    of_keys = batch * kv_heads * -(-seqlen_k // s.tile_n)
+    flags = tensor(of_keys * s.tile_n // FLAGGED, dtype=torch.int32)
+    results = (q, k, v, None, None, padded, padded, sums, turns)
+    return (q, k, v, o, of_rows, o, None, *results, None, flags, 1.0)
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("mask", [None, masks.causal])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_plain_and_causal_backward_compile_without_spills_to_what_the_tables_promise(
-    head_dim, mask
-):
-    plan = backward_plan(head_dim, mask)
-    plan.check()
-    compiled = compile_kernel(plan.kernel)
-    assert compiled.resources.advisories == ()
-    report = audit(plan.kernel, compiled)
-    assert report.ok, report
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_backward_configuration_compiles_without_spilling_to_the_code_accepted(name):
+    plan = CONFIGS[name]
+    broken = contract.broken(contract.label(plan.kernel), assert_sound(plan))
+    assert not broken, broken
+
+
+def test_every_row_of_the_table_and_every_kind_of_variant_is_among_the_configurations():
+    plans = CONFIGS.values()
+    used = {serving_row(p.variant, p.problem, p.deterministic, p.wanted) for p in plans}
+    assert used == set(TABLE)
+    assert {needs(p.variant) for p in plans} == set(NEEDS)
+    of_size = {(p.tile_dims, p.problem.dtype) for p in plans if needs(p.variant) == NEEDS[0]}
+    assert of_size == {(dims, t) for dims in tile_sizes() for t in ("bf16", "fp16")}
+
+
+def tile_sizes() -> set[tuple[int, int]]:
+    return {(row.head_dim, row.head_dim_v) for row in TABLE}
+
+
+def test_every_head_size_of_the_forward_is_served_for_every_need_and_order():
+    for dims in NATIVE:
+        assert all(n <= d for n, d in zip(dims, tile_dims(Problem("bf16", *dims)), strict=True))
+    for dims in tile_sizes():
+        for order in (False, True):
+            of_order = [
+                r for r in TABLE if (r.head_dim, r.head_dim_v, r.deterministic) == (*dims, order)
+            ]
+            assert of_order[-1].needs == NEEDS[-1]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_every_schedule_of_the_table_fits(row):
+    problem = Problem("bf16", row.head_dim, row.head_dim_v)
+    BackwardPlan(Variant(), problem, row.schedule, deterministic=row.deterministic).check()
+
+
+@pytest.mark.parametrize(
+    ("dims", "deterministic"), [((256, 256), False), ((192, 128), True)], ids=str
+)
+def test_warpgroups_that_share_keys_neither_hang_nor_race(dims, deterministic):
+    plan = configs_backward.plan("nothing", dims, deterministic=deterministic)
+    assert plan.schedule.sharing == 2
+    verdict = check_pipeline(plan.kernel, [arguments(plan, 1, 200, 130, 2, 1)])
+    assert verdict.ok, verdict
+    assert max(outcome.fills["q"] for outcome in verdict.outcomes) > plan.schedule.stages
+
+
+LATE = {"tile_m": 64, "parts": 1, "stages": 3, "lag": True, "early": True}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("schedule", [LATE, {"early": True}], ids=str)
+def test_products_that_run_under_the_weights_neither_spill_nor_serialise(schedule):
+    assert_sound(backward_plan(64, masks.causal, **schedule))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dq_that_comes_a_tile_late_is_added_once_for_every_tile(deterministic):
+    plan = replace(backward_plan(64, masks.causal, **LATE), deterministic=deterministic)
+    verdict = check_pipeline(plan.kernel, [arguments(plan, 1, 200, 130, 2, 1)])
+    assert verdict.ok, verdict
+    assert max(outcome.fills["q"] for outcome in verdict.outcomes) > plan.schedule.stages
+
+
+def test_p_that_is_read_before_all_have_written_it_is_a_race():
+    class Hasty(type(configs_backward.plan("nothing", (192, 128)).kernel)):
+        """Each warpgroup goes on as soon as its own P and dS are written."""
+
+        def __init__(self, plan):
+            super().__init__(plan)
+            table = dict(self.barriers.table)
+            table["ds"] = replace(table["ds"], threads=128, copies=2)
+            self.barriers = replace(self.barriers, table=table)
+
+        def meet(self, group):
+            self.barriers["ds", group].arrive_and_wait()
+
+    plan = configs_backward.plan("nothing", (192, 128))
+    verdict = check_pipeline(Hasty(plan), [arguments(plan, 1, 64, 64, 1, 1)])
+    assert not verdict.ok
 
 
 @pytest.mark.parametrize("add", ["tma", "direct"])
@@ -83,7 +165,7 @@ def test_a_place_of_dq_that_is_written_without_waiting_is_a_race():
     class Hasty(type(kernel)):
         """Adds the strips to the sums without waiting until they are written."""
 
-        def add_tile(self, io, smem, first, turn):
+        def add_tile(self, io, smem, first, turn, counter):
             for group in range(self.schedule.consumers):
                 mine = smem.sums
                 self.store(self.tiles["sums"], io.sums, mine, (first + group, 0), wait=False)
@@ -93,19 +175,19 @@ def test_a_place_of_dq_that_is_written_without_waiting_is_a_race():
     assert not verdict.ok
 
 
-@pytest.mark.parametrize("dims", TABLE)
-def test_a_warp_moves_whole_rows_of_sums_and_strips_fill_the_tile(dims):
-    s = TABLE[dims]
-    assert strip(s, dims[0]).bytes * s.consumers == whole(s, dims[0]).bytes
-    assert whole(s, dims[0]).bytes == 4 * s.tile_m * dims[0]
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_a_warp_moves_whole_rows_of_sums_and_strips_fill_the_tile(row):
+    s, d = row.schedule, row.head_dim
+    assert strip(s, d).bytes * s.consumers == whole(s, d).bytes
+    assert whole(s, d).bytes == 4 * s.tile_m * d
 
 
 def test_head_sizes_are_served_by_the_next_of_the_table():
-    served = {d: tile_dims(Problem("bf16", d, d)) for d in (8, 64, 72, 96, 128)}
-    assert served == {8: (64, 64), 64: (64, 64), 72: (128,) * 2, 96: (128,) * 2, 128: (128,) * 2}
+    served = {d: tile_dims(Problem("bf16", d, d))[0] for d in (8, 64, 72, 104, 136, 200, 256)}
+    assert served == {8: 64, 64: 64, 72: 96, 104: 128, 136: 192, 200: 256, 256: 256}
     assert tile_dims(Problem("bf16", 64, 128)) == (128, 128)
-    with pytest.raises(ScheduleError, match="head_dim, head_dim_v = 192, 128"):
-        tile_dims(Problem("bf16", 192, 128))
+    assert tile_dims(Problem("bf16", 192, 128)) == (192, 128)
+    assert tile_dims(Problem("bf16", 128, 192)) == (192, 192)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +199,9 @@ def test_head_sizes_are_served_by_the_next_of_the_table():
         ("places", 3),
         ("parts", 3),
         ("consumers", 4),
+        ("sharing", 3),
+        ("lag", 1),
+        ("early", "yes"),
         ("add", "atomic"),
         ("head_group", 0),
         ("stages", 2.0),
@@ -125,6 +210,15 @@ def test_head_sizes_are_served_by_the_next_of_the_table():
 def test_a_schedule_outside_its_range_is_refused_by_field_and_value(field, value):
     with pytest.raises(ScheduleError, match=f"{field} = {value!r}"):
         BackwardSchedule(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"places": 1}, {"stages": 1}, {"tile_m": 128, "parts": 2}, {"tile_n": 64, "sharing": 2}],
+)
+def test_a_late_dq_is_refused_where_what_it_needs_is_written_over(beside):
+    with pytest.raises(ScheduleError, match="lag = True: True needs parts 1, sharing 1, places 2"):
+        BackwardSchedule(lag=True, **beside)
 
 
 def test_a_fixed_order_of_additions_needs_the_warp_that_adds():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from sound import assert_sound
 
 from cutedsl_fa3 import Variant, configs, contract, masks
-from cutedsl_fa3.audit import audit
-from cutedsl_fa3.compile import Compiled, compile_kernel
+from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.errors import LayoutError
 from cutedsl_fa3.layouts import SMEM_CAPACITY
 from cutedsl_fa3.pipelines import Schedule
@@ -34,18 +34,6 @@ def overlapped(head_dim: int, overlap: str, stages: int) -> Plan:
     tile_m, tile_n, consumers = TILES[head_dim]
     schedule = Schedule(tile_m, tile_n, stages, consumers, overlap)
     return Plan(Variant(mask=masks.causal), Problem("bf16", head_dim, head_dim), schedule)
-
-
-def assert_sound(plan: Plan) -> Compiled:
-    plan.check()
-    compiled = compile_kernel(plan.kernel)
-    resources = compiled.resources
-    assert (resources.spill_stores, resources.spill_loads, resources.stack) == (0, 0, 0)
-    assert resources.advisories == ()
-    assert resources.smem_dynamic == plan.kernel.smem.total
-    report = audit(plan.kernel, compiled)
-    assert report.ok, report
-    return compiled
 
 
 @pytest.mark.compile

@@ -41,7 +41,9 @@ CHUNK = 16
 def tiles(draw: st.DrawFn, max_rows: int = 512, max_row_bytes: int = 512) -> Tile:
     dtype = draw(st.sampled_from(DTYPES))
     chunks = draw(st.integers(1, max_row_bytes // CHUNK))
-    return Tile(8 * draw(st.integers(1, max_rows // 8)), chunks * CHUNK * 8 // dtype.width, dtype)
+    pieces = draw(st.sampled_from([n for n in (1, 2, 3) if chunks % n == 0]))
+    rows, cols = 8 * draw(st.integers(1, max_rows // 8)), chunks * CHUNK * 8 // dtype.width
+    return Tile(rows, cols, dtype, pieces)
 
 
 def logical(tile: Tile, row: int, col: int, stage: int) -> int:
@@ -201,6 +203,15 @@ def test_a_store_is_encoded_as_the_tile_states(head_dim):
     view = attention_view(head_dim, torch.float16)
     tile = Tile(64, head_dim, cutlass.Float16)
     assert encoded(view, tile.store_atom) == stated(tile, view)
+
+
+@pytest.mark.parametrize(("cols", "pieces", "span"), [(192, 2, 64), (256, 2, 128), (96, 2, 32)])
+def test_every_piece_of_a_row_begins_with_a_swizzle_span(cols, pieces, span):
+    tile = Tile(64, cols, cutlass.BFloat16, pieces)
+    assert tile.swizzle.span == span and 2 * cols // pieces % span == 0
+    assert tile.copies == 2 * cols // span
+    with pytest.raises(LayoutError, match="pieces = 5"):
+        Tile(64, cols, cutlass.BFloat16, pieces=5)
 
 
 @pytest.mark.parametrize("rows", [264, 320, 400, 512, 520, 776, 1048])

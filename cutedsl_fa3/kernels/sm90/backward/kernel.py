@@ -12,7 +12,7 @@
     visits  which tile         the producer  when read
 
     barrier  threads   says
-    ds       all       dS of all keys lies in shared memory (and, with one place, may be written)
+    ds       all       dS (and P) of all keys lies in shared memory; with one place, may be written
     empty    128 + 32  a warpgroup's strip of dQ has been read, and may be written
     full     128 + 32  it is written, and may be added to the sums
 
@@ -28,7 +28,6 @@ prepare.py and finish.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import cutlass
@@ -42,6 +41,7 @@ from cutedsl_fa3.kernels.sm90.summarise import Summarise
 from cutedsl_fa3.layouts import Tile, wgmma
 from cutedsl_fa3.layouts.tile import Row
 from cutedsl_fa3.pipelines import (
+    DRAWING_BUDGETS,
     TMA_BUDGETS,
     Barrier,
     Barriers,
@@ -53,35 +53,31 @@ from cutedsl_fa3.pipelines import (
     WarpSpecialized,
     WordRing,
     put,
-    take,
 )
 from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant.describe import ever_full
 
+from .again import Given, note
 from .finish import Finish
-from .mainloop import MainLoop
+from .lagging import Lagging
+from .mainloop import END, MainLoop
 from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
-from .schedule import BackwardSchedule, tile_dims
+from .schedule import BackwardSchedule
 from .sums import strip, whole
-from .visiting import Visiting, end_turn, first_of, wait_for_turn
+from .visiting import Visiting, end_turn, wait_for_turn
+from .work import Work, work_of
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
 
-END = -1
+# Registers of a consumer's accumulators beyond which it needs those that the producer can spare;
+# below, the producer decides which tiles to visit without spilling. Origin: the compiler.
+CROWDED = 192
+RANK = 4  # dimensions of a tensor map: seqlen, head_dim, heads, batch
 
 
-@dataclass(frozen=True)
-class Work:
-    """A tile of keys of one head of K and V."""
-
-    n_block: Int32
-    kv_head: Int32
-    batch: Int32
-
-
-class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
+class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
     """Tables and roles of the backward for one plan."""
 
     arch = "sm_90a"
@@ -93,27 +89,30 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     def __init__(self, plan: BackwardPlan) -> None:
         s: BackwardSchedule = plan.schedule
         problem = plan.problem
-        dtype, dims = problem.element, tile_dims(problem)
+        dtype, dims = problem.element, plan.tile_dims
         self.plan, self.schedule, self.dtype, self.dims = plan, s, dtype, dims
         self.strip = strip(s, dims[0])
         self.tiles = {
-            "k": Tile(s.tile_n, dims[0], dtype),
+            "k": Tile(s.tile_n, dims[0], dtype, pieces=s.beside),
             "v": Tile(s.tile_n, dims[1], dtype),
-            "q": Tile(s.tile_m, dims[0], dtype),
-            "do": Tile(s.tile_m, dims[1], dtype),
+            "q": Tile(s.tile_m, dims[0], dtype, pieces=s.sharing),
+            "do": Tile(s.tile_m, dims[1], dtype, pieces=s.sharing),
             "ds": Tile(s.tile_n, s.tile_m, dtype),
             "lse": Row(s.tile_m, Float32),
             "delta": Row(s.tile_m, Float32),
         }
+        self.places = {"ds": s.places}
+        if s.sharing > 1:
+            self.tiles["p"], self.places["p"] = self.tiles["ds"], s.places
         if s.add == "tma":
             self.tiles["sums"] = whole(s, dims[0])
-        self.places = {"ds": s.places}
         self.rings = {
             "kv": Ring(("k", "v"), 1),
             "rows": Ring(("q", "do", "lse", "delta"), s.stages),
             "visits": WordRing(words=2),
         }
-        producer, consumer = TMA_BUDGETS[s.consumers]
+        budgets = TMA_BUDGETS if s.accumulated(*dims) >= CROWDED else DRAWING_BUDGETS
+        producer, consumer = budgets[s.consumers]
         self.roles = {
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
@@ -128,7 +127,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         if plan.table_shape(1, 1, 1, 1) is not None:
             self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
         self.prepare = Prepare(s, dims, problem.head_dim_v)
-        self.finish = Finish(s, dtype, problem.head_dim, dims[0])
+        self.finish = Finish(plan, dims[0])
         self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
 
     @property
@@ -152,24 +151,33 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         """What the tables promise about the machine code.
 
         The loop over tiles with an element mask is a place for the five products, so is the loop
-        over those without.
+        over those without; with `lag` the first tile and what follows the last are one more.
         """
         s, (d, dv) = self.schedule, self.dims
-        places = 1 + int(self.ever_full)
+        adds = {}
+        if s.add == "tma":
+            adds = {f"dq of warpgroup {n}": self.strip for n in range(s.consumers)}
+        common = self.common_expectations(
+            dict.fromkeys(("k", "v", "q", "do"), 1), {}, RANK, adds=adds
+        )
+        rows = Expect("UBLKCP", "exactly", 2, "bulk copies of lse and delta")
+        places = 1 + int(self.ever_full) + int(s.lag)
         products: dict[str, int] = {}
-        for times, rows, cols, inner, beside in (
-            (s.parts, s.tile_n, s.part, d, 1),
-            (s.parts, s.tile_n, s.part, dv, 1),
-            (s.parts, s.tile_n, dv, s.part, 1),
-            (s.parts, s.tile_n, d, s.part, 1),
+        for times, height, cols, inner, beside in (
+            (s.parts, s.tile_n, s.part, d, s.sharing),
+            (s.parts, s.tile_n, s.part, dv, s.sharing),
+            (s.parts, s.tile_n, dv, s.part, s.sharing),
+            (s.parts, s.tile_n, d, s.part, s.sharing),
             (1, s.tile_m, d, s.tile_n, s.beside),
         ):
-            name, count = wgmma.instructions(rows, cols // beside, inner, s.consumers // beside)
+            name, count = wgmma.instructions(height, cols // beside, inner, s.consumers // beside)
             products[name] = products.get(name, 0) + places * times * count
         scores = s.tile_m * s.tile_n // (s.consumers * wgmma.WARPGROUP)
         why = f"five products, in {places} places"
         exponentials = (Expect("MUFU.EX2", "at least", places * scores, "an exponential a score"),)
         return (
+            *common,
+            rows,
             *(Expect(name, "exactly", count, why) for name, count in products.items()),
             *(exponentials if self.plan.variant.weight is None else ()),
         )
@@ -180,7 +188,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
 
     @cute.jit
     def host(self, q, k, v, o, lse, do, dlse, dq, dk, dv, captures, table, lse_log2, delta, sums,
-             turns, captured, scale, stream):  # fmt: skip
+             turns, captured, flags, scale, stream):  # fmt: skip
         """Launch what prepares the rows, a CTA for each tile of keys, and what finishes dQ."""
         captures = Elements.given_captures(self.plan.variant, frozenset(), captures)
         q, k, v, o, do, dq, dk, dv = (heads_last(t) for t in (q, k, v, o, do, dq, dk, dv))
@@ -188,7 +196,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         lse, dlse = (None if t is None else rows_first(t) for t in (lse, dlse))
         if cutlass.const_expr(self.summarise is not None):
             self.summarise.launch(captures, table, q.shape[0], k.shape[0], stream)
-        self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, turns, stream)
+        self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, turns, flags, stream)
         if cutlass.const_expr(turns is not None):  # a mode of one element, for a pointer to it
             ordered = cute.make_ordered_layout((1, *turns.shape), order=(0, 1, 2, 3))
             turns = cute.make_tensor(turns.iterator, ordered)
@@ -206,22 +214,19 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
             table,
             turns,
             captured,
+            flags,
             scale,
         )
         seqlen_k, _, kv_heads, batches = k.shape
         n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
         grid = self.order.tiles(n_blocks, kv_heads * batches)
         self.launch(io, (grid, 1, 1), stream)
-        self.finish.launch(sums, dq, scale, stream)
+        given = Given(q, k, v, do, dk, dv, lse_log2, delta, flags, captures, scale)
+        self.finish.launch(sums, dq, given, stream)
 
     def work(self, io: Io) -> Work:
-        """This CTA's tile; the first keys come first: under causality most queries see them."""
-        seqlen_k, _, kv_heads, batches = io.k[1].shape
-        n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
-        index, _, _ = cute.arch.block_idx()
-        row, head_of_all = self.order.at(index, n_blocks, kv_heads * batches, cutlass.min)
-        batch = head_of_all // kv_heads
-        return Work(n_blocks - 1 - row, head_of_all - batch * kv_heads, batch)
+        """This CTA's tile."""
+        return work_of(self.schedule, cute.arch.block_idx()[0], io.k[1])
 
     def elements(self, io: Io, head: Int32, batch: Int32) -> Elements:
         """The variant's functions at one head of queries."""
@@ -253,27 +258,23 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     @cute.jit
     def produce(self, io, smem, ports, w):
         """K and V, then the rows of each tile of queries that sees them, of head after head."""
-        ring, visits = ports.rows, ports.visits
         load_k = self.load("k", head_of(io.k, w.kv_head, w.batch), smem.k, col=0, prefetch=False)
         load_v = self.load("v", head_of(io.v, w.kv_head, w.batch), smem.v, col=0, prefetch=False)
         slot_kv = ports.kv.acquire_and_advance()
         load_k(w.n_block, slot_kv)
         load_v(w.n_block, slot_kv)
         slot_kv.commit()
-        for phase in cutlass.range(self.phases, unroll=1):
-            for member in cutlass.range(self.group(io), unroll=1):
-                head = w.kv_head * self.group(io) + member
-                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
-                    found, masked = self.seen(io, w, head, base, phase)
-                    while found != 0:
-                        bit = first_of(found)
-                        m_block = self.m_block(io, base + bit)
-                        found = found & (found - 1)
-                        visits = put(visits, smem.visits, 2 * m_block + (masked >> bit & 1), head)
-                        slot = ring.acquire_and_advance()
-                        self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
-                        self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
-                        slot.commit()
+
+        def load(ends, m_block, head, masked, _):
+            visits, ring = ends
+            visits = put(visits, smem.visits, 2 * m_block + masked, head)
+            slot = ring.acquire_and_advance()
+            self.rows(io.q, io.lse_log2, ("q", "lse"), smem, slot, m_block, head, w)
+            self.rows(io.do, io.delta, ("do", "delta"), smem, slot, m_block, head, w)
+            slot.commit()
+            return visits, ring
+
+        visits, _ = self.walk(io, w, (ports.visits, ports.rows), load, False)
         put(visits, smem.visits, Int32(END), Int32(0))
 
     def rows(self, source, numbers, names, smem, slot, m_block, head, w) -> None:
@@ -292,31 +293,25 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         cpasync.prefetch_descriptor(io.sums[0])
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["empty", group].arrive_unaligned()
-        for phase in cutlass.range(self.phases, unroll=1):
-            for member in cutlass.range(self.group(io), unroll=1):
-                head = w.kv_head * self.group(io) + member
-                first = self.first_strip(io, head, w.batch)
-                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
-                    found, _ = self.seen(io, w, head, base, phase)
-                    before = self.turns(io, w, head, base) if self.plan.deterministic else None
-                    while found != 0:
-                        bit = first_of(found)
-                        m_block = self.m_block(io, base + bit)
-                        found = found & (found - 1)
-                        turn = None
-                        if cutlass.const_expr(self.plan.deterministic):
-                            mine = cute.arch.shuffle_sync(before, bit)
-                            turn = (mine, io.turns[None, m_block, head, w.batch])
-                        self.add_tile(io, smem, first + m_block * s.consumers, turn)
+
+        def add(ends, m_block, head, masked, turn):
+            first = self.first_strip(io, head, w.batch) + m_block * s.consumers
+            counter = None
+            if cutlass.const_expr(self.plan.deterministic):
+                counter = io.turns[None, m_block, head, w.batch]
+            self.add_tile(io, smem, first, turn, counter)
+            return ends
+
+        self.walk(io, w, Int32(0), add, self.plan.deterministic)
 
     @cute.jit
-    def add_tile(self, io, smem, first, turn):
-        """Add the strips from `first` on, in turn if there is one."""
+    def add_tile(self, io, smem, first, turn, counter):
+        """Add the strips from `first` on, in turn if there is one: when `counter` says so."""
         s = self.schedule
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["full", group].arrive_and_wait()
             if cutlass.const_expr(turn is not None and group == 0):
-                wait_for_turn(turn[1], turn[0])
+                wait_for_turn(counter, turn)
             strip = (self.strip.rows, self.strip.cols)
             mine = cute.local_tile(smem.sums, strip, (group, 0))
             self.store(self.strip, io.sums, mine, (first + group, 0), wait=False)
@@ -324,7 +319,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         for group in cutlass.range_constexpr(s.consumers):
             self.barriers["empty", group].arrive_unaligned()
         if cutlass.const_expr(turn is not None):
-            end_turn(turn[1])
+            end_turn(counter)
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
@@ -334,26 +329,11 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         f = Fragments(s, self.dtype, self.dims, smem, thread)
         f.acc_dk.fill(0.0)
         f.acc_dv.fill(0.0)
-        ring, visits = ports.rows, ports.visits
         ports.kv.wait_and_advance()
-        place = Int32(0)
-        visits, word, head = take(visits, smem.visits)
-        if cutlass.const_expr(self.plan.deterministic):
-            while word != END:
-                at = (word, head, place, thread)
-                if word % 2 == 1:
-                    ring, place = self.step(io, smem, f, w, ring, *at, True)
-                else:
-                    ring, place = self.step(io, smem, f, w, ring, *at, False)
-                visits, word, head = take(visits, smem.visits)
+        if cutlass.const_expr(s.lag):
+            self.along_lagging(io, smem, f, w, ports, thread)
         else:
-            while word != END and word % 2 == 1:
-                ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, True)
-                visits, word, head = take(visits, smem.visits)
-            if cutlass.const_expr(self.ever_full):
-                while word != END:
-                    ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, False)
-                    visits, word, head = take(visits, smem.visits)
+            self.along(io, smem, f, w, ports, thread)
         if cutlass.const_expr(s.add == "tma"):
             group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             self.barriers["empty", group].arrive_and_wait()
@@ -365,3 +345,4 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
             of_head = out[None, None, w.kv_head, w.batch]
             places = wgmma.places(mma, s.tile_n, size, thread)
             store_rows(acc, places, of_head, first, factor, dim == size)
+            note(acc, places, io.flags, s.tile_n)

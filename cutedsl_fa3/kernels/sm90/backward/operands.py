@@ -20,7 +20,10 @@ from .schedule import BackwardSchedule
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
 
+CHUNK = 8  # columns that a lane stores at once
+LANES = 4  # that hold a row of an accumulator together
 AT_ONCE = 8  # numbers that are rounded together
+FEW = 2  # where they are no operand from registers, whose rounding the products would wait for
 WORDS = 32  # fp32 columns of the tensor that sums dQ: a row is the widest swizzle's 128 B
 
 
@@ -33,7 +36,7 @@ class Io:
     sums (rows, WORDS) as sums.py has it, with the atom that adds to it; captures in the variant's
     order; table as variant/summaries.py has it; turns (1, m_blocks, heads, batch), how many tiles
     of keys have added to dQ, where the order is fixed; captured, the fp32 gradients of
-    `plan.wanted`.
+    `plan.wanted`; flags (n,), not 0 where keys are to be computed again (again.py).
     Units: scale is natural (raw product -> score), lse_log2 in base 2.
     """
 
@@ -50,6 +53,7 @@ class Io:
     table: cute.Tensor | None
     turns: cute.Tensor | None
     captured: tuple[cute.Tensor, ...] | None
+    flags: cute.Tensor
     scale: Float32
 
 
@@ -113,6 +117,7 @@ def fake_args(plan: BackwardPlan, captures: tuple | None) -> tuple:
         ),
         turns() if plan.deterministic else None,
         tuple(captured(number) for number in plan.wanted) or None,
+        make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
         Float32(1.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
@@ -146,8 +151,9 @@ def rounded(acc: cute.Tensor, to: cute.Tensor) -> None:
     Where all are converted at once the compiler may convert them one by one, and wait before each
     instruction of the product that reads them.
     """
-    few = cute.make_layout(AT_ONCE)
-    for first in range(0, cute.size(acc), AT_ONCE):
+    at_once = min(AT_ONCE, cute.size(acc))
+    few = cute.make_layout(at_once)
+    for first in range(0, cute.size(acc), at_once):
         part = cute.make_tensor(acc.iterator + first, few).load().to(to.element_type)
         cute.make_tensor(to.iterator + first, few).store(part)
 
@@ -169,30 +175,48 @@ def store_rows(
     if factor is not None:
         for n in range(cute.size(acc)):
             acc[n] = acc[n] * factor
-    lane = cute.arch.lane_idx() % 4
-    first_chunk = places.col // 8
+    lane = cute.arch.lane_idx() % LANES
+    vectored = cute.size(values, mode=[1]) // CHUNK * CHUNK
     for r in range(len(places.row_offsets)):
-        vectors = wgmma.row_vectors(values[r, None], out.element_type)
-        _store_row(
-            vectors, out, first + places.row + places.row_offsets[r], first_chunk + lane, whole
-        )
+        of_row = [values[r, n] for n in range(cute.size(values, mode=[1]))]
+        vectors = wgmma.row_vectors(filled(of_row[:vectored]), out.element_type)
+        row = first + places.row + places.row_offsets[r]
+        _store_row(vectors, out, row, places.col // CHUNK + lane, CHUNK, whole)
+        pairs = [
+            filled(of_row[n : n + 2], out.element_type) for n in range(vectored, len(of_row), 2)
+        ]
+        _store_row(pairs, out, row, (places.col + LANES * vectored) // 2, 2, whole)
+
+
+def filled(values: list, dtype: type = Float32) -> cute.Tensor:
+    """Registers that hold these numbers."""
+    made = cute.make_rmem_tensor(len(values), dtype)
+    for n, value in enumerate(values):
+        made[n] = value.to(dtype)
+    return made
 
 
 @cute.jit
-def _store_row(vectors, out, row, chunk, whole: cutlass.Constexpr):
+def _store_row(vectors, out, row, chunk, size: cutlass.Constexpr, whole: cutlass.Constexpr):
+    """Vectors of `size` to every fourth place of that size from `chunk` on."""
     if row < out.shape[0]:
         for n in cutlass.range_constexpr(len(vectors)):
-            if whole or 8 * (chunk + 4 * n) < out.shape[1]:
-                target = cute.local_tile(out, (1, 8), (row, chunk + 4 * n))
+            if whole or size * (chunk + LANES * n) < out.shape[1]:
+                target = cute.local_tile(out, (1, size), (row, chunk + LANES * n))
                 cute.autovec_copy(vectors[n], target[0, None])
+
+
+def operand(held: cute.Tensor, stored: cute.Tensor | None, place: Int32) -> cute.Tensor:
+    """P^T or dS^T as an operand: this thread's registers, or a place of shared memory."""
+    return wgmma.as_operand(held) if stored is None else stored[None, None, None, place]
 
 
 class Fragments:
     """One consumer thread's operands and accumulators, with the five products on them.
 
     S and dP are computed transposed, keys x queries, so that P^T and dS^T are operands from
-    registers for dV and dK. `places` says where a thread's scores lie as (queries, keys) in the
-    tile.
+    registers for dV and dK; warpgroups that share keys have them from shared memory. `places` says
+    where a thread's scores lie as (queries, keys) in the tile.
     """
 
     def __init__(
@@ -205,12 +229,25 @@ class Fragments:
     ) -> None:
         d, dv = dims
         self.schedule, self.dims = s, dims
-        self.scores = wgmma.tiled_mma(dtype, s.part, s.consumers)
-        self.dv = wgmma.tiled_mma(dtype, dv, s.consumers, a_from="registers", b_major="n")
-        self.dk = wgmma.tiled_mma(dtype, d, s.consumers, a_from="registers", b_major="n")
+        self.scores = wgmma.tiled_mma(dtype, s.part // s.sharing, s.groups, beside=s.sharing)
+        self.dv, self.dk = (
+            wgmma.tiled_mma(
+                dtype,
+                cols // s.sharing,
+                s.groups,
+                a_from="registers" if s.sharing == 1 else "smem",
+                b_major="n",
+                beside=s.sharing,
+            )
+            for cols in (dv, d)
+        )
         self.dq = dq_mma(s, dtype, d)
+        # What a warpgroup reads of shared memory is the same for all of its threads; where the
+        # compiler knows it, addresses are in uniform registers and need not be moved there.
+        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         of_scores, of_dv, of_dk, of_dq = (
-            mma.get_slice(thread) for mma in (self.scores, self.dv, self.dk, self.dq)
+            mma.get_slice(group * wgmma.WARPGROUP)
+            for mma in (self.scores, self.dv, self.dk, self.dq)
         )
         self.k = self.scores.make_fragment_A(of_scores.partition_A(smem.k))
         self.v = self.scores.make_fragment_A(of_scores.partition_A(smem.v))
@@ -221,6 +258,18 @@ class Fragments:
         )
         self.do_t = [self.dv.make_fragment_B(of_dv.partition_B(transposed(t))) for t in do]
         self.q_t = [self.dk.make_fragment_B(of_dk.partition_B(transposed(t))) for t in q]
+        self.p_t, self.ds_t = None, None  # of each part, where they come from shared memory
+        if s.sharing > 1:
+            self.p_t, self.ds_t = (
+                [
+                    mma.make_fragment_A(of_mma.partition_A(self.of_part(tile, n)))
+                    for n in range(s.parts)
+                ]
+                for mma, of_mma, tile in (
+                    (self.dv, of_dv, smem.p),
+                    (self.dk, of_dk, smem.ds),
+                )
+            )
         self.ds = self.dq.make_fragment_A(of_dq.partition_A(transposed(smem.ds)))
         self.k_t = self.dq.make_fragment_B(of_dq.partition_B(transposed(smem.k)))
         self.acc_dk = wgmma.accumulator(self.dk, s.tile_n, d)
@@ -229,8 +278,12 @@ class Fragments:
         self.p16, self.ds16 = (
             [cute.make_rmem_tensor(held, dtype) for _ in range(s.parts)] for _ in range(2)
         )
+
+    def places(self, thread: Int32) -> list[Places]:
+        """Where a thread's scores of each part lie in the tile, as (queries, keys)."""
+        s = self.schedule
         at = wgmma.places(self.scores, s.tile_n, s.part, thread)
-        self.places = [
+        return [
             Places(at.col + n * s.part, at.row, at.col_offsets, at.row_offsets)
             for n in range(s.parts)
         ]
@@ -242,6 +295,11 @@ class Fragments:
         shape = (s.part, cute.size(cols), cute.size(stages))
         return [cute.local_tile(tile, shape, (n, 0, 0)) for n in range(s.parts)]
 
+    def of_part(self, tile: cute.Tensor, part: int) -> cute.Tensor:
+        """The columns of a part of P^T or dS^T (keys, queries, places)."""
+        s = self.schedule
+        return cute.local_tile(tile, (s.tile_n, s.part, s.places), (0, part, 0))
+
     def multiply_scores(self, a: cute.Tensor, b: cute.Tensor, slot) -> cute.Tensor:
         """Issue S^T = K Q^T or dP^T = V dO^T of a part into fresh registers."""
         warpgroup.fence()
@@ -250,16 +308,18 @@ class Fragments:
         wgmma.issue(self.scores, acc, a[None, None, None, 0], at, accumulate=False)
         return acc
 
-    def multiply_dv(self, slot, part: int) -> None:
+    def multiply_dv(self, slot, part: int, place: Int32) -> None:
         """Issue dV += P^T dO of a part."""
         warpgroup.fence()
-        p, do = wgmma.as_operand(self.p16[part]), self.do_t[part][None, None, None, slot.index]
+        p = operand(self.p16[part], self.p_t and self.p_t[part], place)
+        do = self.do_t[part][None, None, None, slot.index]
         wgmma.issue(self.dv, self.acc_dv, p, do, accumulate=True)
 
-    def multiply_dk(self, slot, part: int) -> None:
+    def multiply_dk(self, slot, part: int, place: Int32) -> None:
         """Issue dK += dS^T Q of a part."""
         warpgroup.fence()
-        ds, q = wgmma.as_operand(self.ds16[part]), self.q_t[part][None, None, None, slot.index]
+        ds = operand(self.ds16[part], self.ds_t and self.ds_t[part], place)
+        q = self.q_t[part][None, None, None, slot.index]
         wgmma.issue(self.dk, self.acc_dk, ds, q, accumulate=True)
 
     def multiply_dq(self, place: Int32) -> cute.Tensor:

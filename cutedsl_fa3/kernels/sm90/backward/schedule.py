@@ -1,21 +1,19 @@
-"""How the backward's work is cut: the numbers to measure, and the table of those measured."""
+"""How the backward's work is cut: the numbers to measure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from cutedsl_fa3.layouts import wgmma
-from cutedsl_fa3.pipelines import ScheduleError
-from cutedsl_fa3.pipelines.schedule import MAX_HEAD_GROUP, is_whole
-from cutedsl_fa3.variant.derive import number, of_element
-
-if TYPE_CHECKING:
-    from cutedsl_fa3.problem import Problem
-    from cutedsl_fa3.variant import Variant
-
+from cutedsl_fa3.pipelines.schedule import MAX_HEAD_GROUP, field_rule, is_whole
 
 Add = Literal["tma", "direct"]
+
+SHARES = (1, 2)  # warpgroups that may share keys
+NUMBERS = (
+    "tile_m", "tile_n", "stages", "places", "parts", "consumers", "sharing", "head_group"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,12 +21,17 @@ class BackwardSchedule:
     """Tile sizes, ring depths and consumer warpgroups of a backward.
 
     `tile_n` keys belong to a CTA, which walks along tiles of `tile_m` queries; each of `consumers`
-    warpgroups has 64 of the keys. `stages`: slots of Q and of dO; `places`: of dS, which all
-    warpgroups write and read (with 2 they meet once a tile, with 1 twice). `parts`: the queries of
-    a tile are worked on in so many, so that the products of the second run under the weights of the
-    first, and P and dS of one take the registers of S and dP of the other. `add`: dQ joins its sums
-    by "tma" from shared memory, or "direct" from registers, four at once. `head_group`: heads whose
-    tiles are interleaved so that they stay in L2.
+    warpgroups has 64 of the keys, alone or as one of `sharing`. Those that share keys divide the
+    queries of S and dP and the columns of dV and dK among them, and hand each other P and dS
+    through shared memory: so a large head size leaves registers for the rest. `stages`: slots of Q
+    and of dO; `places`: of dS (and of such a P), which all warpgroups write and read (with 2 they
+    meet once a tile, with 1 twice). `parts`: the queries of a tile are worked on in so many, so
+    that the products of the second run under the weights of the first, and P and dS of one take the
+    registers of S and dP of the other. `add`: dQ joins its sums by "tma" from shared memory, or
+    "direct" from registers, four at once. `head_group`: heads whose tiles are interleaved so that
+    they stay in L2. `lag`: dQ and dK of a tile are multiplied beside S and dP of the next
+    (lagging.py), which takes two places, keys that nobody shares and one part. `early`: P is
+    computed before the wait for dP, which the compiler otherwise moves in front of it.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -40,19 +43,22 @@ class BackwardSchedule:
     places: int = 2
     parts: int = 1
     consumers: int = 2
+    sharing: int = 1
     add: Add = "tma"
     head_group: int = 8
+    lag: bool = False
+    early: bool = False
 
     def __post_init__(self) -> None:
-        def need(ok: bool, field: str, allowed: str) -> None:
-            if not ok:
-                raise ScheduleError(f"{field} = {getattr(self, field)!r}: {allowed}")
-
-        for field in ("tile_m", "tile_n", "stages", "places", "parts", "consumers", "head_group"):
+        need = field_rule(self)
+        for field in NUMBERS:
             need(is_whole(getattr(self, field)), field, "a whole number (int) is needed")
         need(self.consumers in (1, 2, 3), "consumers", "1, 2 or 3 warpgroups")
-        rows = wgmma.ROWS * self.consumers
-        need(self.tile_n == rows, "tile_n", f"{wgmma.ROWS} keys for each consumer: {rows}")
+        shares = [n for n in SHARES if self.consumers % n == 0]
+        need(self.sharing in shares, "sharing", f"one of {shares} of {self.consumers} consumers")
+        rows, keys = wgmma.ROWS * self.consumers, wgmma.ROWS * self.consumers // self.sharing
+        each = "each consumer" if self.sharing == 1 else f"{self.sharing} consumers"
+        need(self.tile_n == keys, "tile_n", f"{wgmma.ROWS} keys for {each}: {keys}")
         need(
             self.tile_m in (wgmma.ROWS, rows),
             "tile_m",
@@ -62,6 +68,10 @@ class BackwardSchedule:
         need(self.places in (1, 2), "places", "1 or 2")
         need(self.parts in (1, self.tile_m // wgmma.ROWS), "parts", "1, or one for 64 queries")
         need(self.add in get_args(Add), "add", f"one of {', '.join(get_args(Add))}")
+        for field in ("lag", "early"):
+            need(isinstance(getattr(self, field), bool), field, "True or False")
+        alone = self.parts == self.sharing == 1 and self.places == 2 and self.stages > 1
+        need(alone or not self.lag, "lag", "True needs parts 1, sharing 1, places 2 and 2 stages")
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
 
     @property
@@ -70,59 +80,25 @@ class BackwardSchedule:
         return self.tile_m // self.parts
 
     @property
+    def groups(self) -> int:
+        """Warpgroups, or two that share, one below the other along the keys."""
+        return self.consumers // self.sharing
+
+    def accumulated(self, d: int, dv: int) -> int:
+        """Registers of a thread that hold sums of products under the weights: dK, dV, S, dP."""
+        of_keys = wgmma.ROWS * self.groups * (d + dv)
+        return (of_keys + 2 * self.tile_n * self.tile_m) // (self.consumers * wgmma.WARPGROUP)
+
+    @property
     def beside(self) -> int:
         """Warpgroups that share the rows of dQ, each with columns of its own."""
         return self.consumers if self.tile_m == wgmma.ROWS else 1
 
     def __str__(self) -> str:
+        sharing = f", {self.sharing} on the same keys" if self.sharing > 1 else ""
         return (
             f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, "
-            f"{self.places} places of dS, {self.consumers} consumer warpgroups, dQ added {self.add}"
+            f"{self.places} places of dS, {self.consumers} consumer warpgroups"
+            f"{sharing}, dQ added {self.add}{', a tile late' if self.lag else ''}"
+            f"{', P before the wait for dP' if self.early else ''}"
         )
-
-
-# By the head sizes of the tiles. Origin: the most queries whose accumulators and operands leave no
-# spills, and whose tiles fit into shared memory.
-TABLE = {
-    (64, 64): BackwardSchedule(tile_m=128, parts=2),
-    (128, 128): BackwardSchedule(tile_m=64),
-}
-
-
-def tile_dims(problem: Problem) -> tuple[int, int]:
-    """The smallest (head_dim, head_dim_v) of the table that holds those of a problem.
-
-    Raises: ScheduleError where none does.
-    """
-    needed = (problem.head_dim, problem.head_dim_v)
-    holding = [pair for pair in TABLE if all(n <= d for n, d in zip(needed, pair, strict=True))]
-    if not holding:
-        largest = max(TABLE)
-        raise ScheduleError(
-            f"head_dim, head_dim_v = {needed[0]}, {needed[1]}: the backward has tiles of head "
-            f"sizes up to {largest[0]} and {largest[1]}"
-        )
-    return min(holding, key=sum)
-
-
-def default_schedule(
-    variant: Variant, problem: Problem, deterministic: bool = False
-) -> BackwardSchedule:
-    """The schedule of this problem.
-
-    Where the derivative is a function to be computed, dQ goes directly: that spares the registers
-    of its way through shared memory, without which these kernels spill. A fixed order needs it.
-
-    Raises: ScheduleError where there is none.
-    """
-    schedule = TABLE[tile_dims(problem)]
-    if deterministic or not has_slope(variant):
-        return schedule
-    return replace(schedule, add="direct")
-
-
-def has_slope(variant: Variant) -> bool:
-    """Whether the derivative by the score is more than a number."""
-    derived = of_element(variant)
-    slope = None if derived is None else derived.inputs.get("score")
-    return slope is not None and number(slope) is None

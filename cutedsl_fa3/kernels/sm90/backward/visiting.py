@@ -21,6 +21,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from cutedsl_fa3.pipelines.roles import WARP
+
 from .weights import changes_products
 
 
@@ -59,6 +61,27 @@ class Visiting:
             return scan.decide(n_block)
         masked = scan.within(n_block, scan.runs.partial)
         return scan.ints.or_(masked, scan.within(n_block, scan.runs.full)), masked
+
+    @cute.jit
+    def walk(self, io, w, ends, visit: cutlass.Constexpr, in_turn: cutlass.Constexpr):
+        """Call `visit` for each tile of queries that sees these keys, of head after head.
+
+        `ends` is what it changes: visit(ends, m_block, head, masked, turn) -> ends, where masked is
+        1 or 0 and turn, None unless `in_turn`, how many tiles of keys add to dQ before this one.
+        """
+        for phase in cutlass.range(self.phases, unroll=1):
+            for member in cutlass.range(self.group(io), unroll=1):
+                head = w.kv_head * self.group(io) + member
+                for base in cutlass.range(0, self.m_blocks(io), WARP, unroll=1):
+                    found, masked = self.seen(io, w, head, base, phase)
+                    before = self.turns(io, w, head, base) if cutlass.const_expr(in_turn) else None
+                    while found != 0:
+                        bit = first_of(found)
+                        found = found & (found - 1)
+                        turn = cute.arch.shuffle_sync(before, bit) if in_turn else None
+                        m_block = self.m_block(io, base + bit)
+                        ends = visit(ends, m_block, head, masked >> bit & 1, turn)
+        return ends
 
     def seen(self, io: Any, w: Any, head: Int32, base: Int32, phase: Int32) -> Seen:
         """The 32 places from `base` on.

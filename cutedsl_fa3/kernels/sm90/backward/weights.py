@@ -23,8 +23,6 @@ from cutedsl_fa3.variant.lower import exp2, select
 from .captured import Collector, needs_products
 from .operands import AT_ONCE, by_query, rounded
 
-ROWS_AT_ONCE = AT_ONCE // wgmma.ROWS_HELD  # queries of which a thread rounds the elements together
-
 
 def changes_products(variant: Variant) -> bool:
     """Whether a function of the variant meets the products: padded rows may give NaN there."""
@@ -34,12 +32,18 @@ def changes_products(variant: Variant) -> bool:
 class Weigher:
     """A variant's functions and their derivative at one head of queries.
 
-    `scale_log2` turns what the functions make of a product into a base-2 logarithm.
+    `at_once` elements are worked on together. `scale_log2` turns what the functions make of a
+    product into a base-2 logarithm.
     """
 
     def __init__(
-        self, elements: Elements, variant: Variant, sums: dict[int, cute.Tensor] | None = None
+        self,
+        elements: Elements,
+        variant: Variant,
+        sums: dict[int, cute.Tensor] | None = None,
+        at_once: int = AT_ONCE,
     ) -> None:
+        self.rows_at_once = at_once // wgmma.ROWS_HELD
         self.elements, self.scale_log2 = elements, elements.scale_log2
         self.is_weight = variant.weight is not None
         self.value_and_factor, self.factor, self.constant = None, None, None
@@ -125,10 +129,10 @@ class Weigher:
         memo: tuple[dict, dict] = ({}, {})
         x = by_query(acc)
         columns = range(len(places.col_offsets))
-        for first in range(0, len(places.row_offsets), ROWS_AT_ONCE):
+        for first in range(0, len(places.row_offsets), self.rows_at_once):
             factors = {}
             seen = {}
-            for r in range(first, first + ROWS_AT_ONCE):
+            for r in range(first, first + self.rows_at_once):
                 if r % 2 == 0:
                     both = row_pair(lse, slot, places, r)
                 there = [(self.places(places, corner, r, c), r, c) for c in columns]
@@ -142,7 +146,7 @@ class Weigher:
                         p = select(seen[r, c], p, Float32(0.0))
                     x[r, c] = p
                     factors[r, c] = slopes[c]
-            part = cute.make_layout(AT_ONCE)
+            part = cute.make_layout(self.rows_at_once * wgmma.ROWS_HELD)
             at = first * wgmma.ROWS_HELD
             rounded(
                 cute.make_tensor(acc.iterator + at, part),
@@ -205,6 +209,22 @@ class Weigher:
                 dp[r, c] = ds
         if collector is not None:
             collector.add()
+
+
+def rounded_before(p16: cute.Tensor) -> None:
+    """Keep the computation of P in front of the next wait, as the forward's `finished` does.
+
+    The condition is one that P, rounded and packed by two, does not meet: its numbers have no sign.
+    """
+    words = cute.recast_tensor(p16, Int32)
+    together = words[0]
+    for n in range(1, cute.size(words)):
+        together = together | words[n]
+    cute.arch.inline_ptx(
+        "{ .reg .pred odd; .reg .b32 address; mov.b32 address, 0; "
+        "setp.eq.u32 odd, {$r0}, 0x80008000; @odd st.volatile.shared.b32 [address], {$r0}; }",
+        read_only_args=[together],
+    )
 
 
 def row_pair(rows: cute.Tensor, slot: Int32, places: wgmma.Places, r: int) -> cute.Tensor:
