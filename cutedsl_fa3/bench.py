@@ -147,7 +147,7 @@ def run_together(
             rows = (row for row in measured if case.is_of(row))
             times = ", ".join(f"{row.provider} {row.ms:.3f}" for row in rows)
             report(f"{case}: {times or 'nothing'} ms")
-        report(f"{len(cases)} variants together: {time.perf_counter() - start:.0f} s")
+        report(f"{len(cases)} cases together: {time.perf_counter() - start:.0f} s")
         yield measured
 
 

@@ -169,18 +169,25 @@ def compiled_ahead(
 
     What cannot be compiled is only said: it is refused again where it is measured.
     """
-    wanted = list(dict.fromkeys(cases))
-    report(f"kernels of {len(wanted)} cases, those not on disk compiled by {workers} processes")
-    for case, refused in zip(wanted, side_by_side(_compiled, wanted, workers), strict=True):
+    wanted: dict[str, tuple[GradientCase, int]] = {}  # by the code, which lengths often share
+    for case in dict.fromkeys(cases):
+        try:
+            for number, each in enumerate(plans(case)):
+                wanted.setdefault(each.key_text, (case, number))
+        except ValueError as error:
+            report(f"{case}: {error}"[:WIDTH])
+    report(f"{len(wanted)} kernels, those not on disk compiled by {workers} processes")
+    items = list(wanted.values())
+    for (case, _), refused in zip(items, side_by_side(_compiled, items, workers), strict=True):
         if refused:
             report(f"{case}: {refused}")
 
 
-def _compiled(case: GradientCase) -> str:
-    """Compile a case's kernels; why that is not possible, or nothing."""
+def _compiled(item: tuple[GradientCase, int]) -> str:
+    """Compile one of a case's kernels; why that is not possible, or nothing."""
+    case, number = item
     try:
-        for each in plans(case):
-            cache.get(each.kernel)
+        cache.get(list(plans(case))[number].kernel)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:WIDTH]
     return ""

@@ -292,8 +292,9 @@ def run_bench_backward(
             else:
                 yield from backward.run(grouped, chosen[each], how.timing, _say, absent, how.seed)
 
-    every = [case for grouped in wanted.values() for group in grouped for case in group]
-    backward.compiled_ahead(every, workers or os.cpu_count() or 1, _say)
+    every = [case for each in parts for group in wanted[each] for case in group]
+    if any(one.name == backward.OURS for one in chosen[parts[0]]):
+        backward.compiled_ahead(every, workers or os.cpu_count() or 1, _say)
     how.keep("backward", measured(), meta)
     for reason in absent.ours:
         typer.echo(f"ours has no time: {reason}", err=True)

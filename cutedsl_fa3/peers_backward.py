@@ -97,13 +97,13 @@ def _retainable() -> Iterator[None]:
 def _forward(inputs: GradientInputs) -> Call:
     from .interface import attention, attention_with_lse
 
-    variant = inputs.named.variant
+    variant, given = inputs.named.variant, _detached(inputs)
 
     def call() -> tuple[torch.Tensor, torch.Tensor | None]:
         with torch.no_grad():
             if variant.has_lse:
-                return attention_with_lse(inputs.q, inputs.k, inputs.v, variant)
-            return attention(inputs.q, inputs.k, inputs.v, variant), None
+                return attention_with_lse(*given, variant)
+            return attention(*given, variant), None
 
     return call
 
@@ -115,10 +115,15 @@ def _backward(
 
     with torch.no_grad():
         found = backward(
-            inputs.q, inputs.k, inputs.v, *kept, inputs.dout, inputs.named.variant,
+            *_detached(inputs), *kept, inputs.dout, inputs.named.variant,
             wanted=inputs.wanted, deterministic=inputs.deterministic,
         )  # fmt: skip
     return found.q, found.k, found.v, *(found.captures[n] for n in inputs.wanted)
+
+
+def _detached(inputs: GradientInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v, which a peer may have made leaves of its graph."""
+    return inputs.q.detach(), inputs.k.detach(), inputs.v.detach()
 
 
 def _forward_of(name: str, inputs: GradientInputs) -> Call:

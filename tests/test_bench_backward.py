@@ -259,20 +259,29 @@ def test_plans_are_those_of_the_forward_and_of_the_backward_that_run() -> None:
     assert fixed.wanted == () and fixed.deterministic
 
 
-def test_kernels_are_compiled_ahead_once_each_and_a_refusal_is_said(monkeypatch) -> None:
-    asked = []
+def test_each_kernel_is_compiled_once_ahead_and_a_refusal_is_said(monkeypatch) -> None:
+    asked, compiled = [], []
 
     def here(function, items, workers):
         asked.append((len(items), workers))
         return [function(item) for item in items]
 
+    def get(kernel):
+        compiled.append(kernel.name)
+        if len(compiled) == 3:
+            raise RuntimeError("no compiler")
+
     monkeypatch.setattr(bench_backward, "side_by_side", here)
-    monkeypatch.setattr(bench_backward.cache, "get", lambda kernel: None)
+    monkeypatch.setattr(bench_backward.cache, "get", get)
     said: list[str] = []
     large = GradientCase("full", "bf16", 264, 264, 64, 64, 1, 1, 1)
-    compiled_ahead([memory([64])[0], memory([64])[0], large], 3, said.append)
-    assert asked == [(2, 3)]
-    assert len(said) == 2 and "264" in said[1]
+    long, short = memory([16384, 8192])
+    compiled_ahead([long, short, replace(long, deterministic=True), large], 3, said.append)
+    assert asked == [(3, 3)] and len(set(compiled)) == 2
+    assert "264" in said[0] and said[1].startswith("3 kernels")
+    assert said[2].endswith(
+        "deterministic B=1 Sq=16384 Sk=16384 H=16/16: RuntimeError: no compiler"
+    )
 
 
 def test_a_peak_is_the_largest_of_some_and_a_failure_is_noted() -> None:
