@@ -11,8 +11,7 @@ of the GPU: a window begins when the first calls are queued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -70,10 +69,9 @@ class GradientProvider:
 
         Raises: as `Provider.prepare`; Unsupported for what is asked for besides.
         """
-        with _retainable():
-            kept = self.forward(inputs)()
-            call = partial(self.gradients, inputs, kept, True)
-            call()
+        call = partial(self.gradients, inputs, self.forward(inputs)(), True)
+        # A backward by torch.compile is compiled for the first call, which retains as all others.
+        call()
         return call
 
     def whole(self, inputs: GradientInputs) -> Call:
@@ -83,15 +81,6 @@ class GradientProvider:
         """
         forward = self.forward(inputs)
         return lambda: self.gradients(inputs, forward(), False)
-
-
-@contextmanager
-def _retainable() -> Iterator[None]:
-    """What torch.compile makes here keeps its buffers, so that a graph can be retained."""
-    import torch._functorch.config as functorch
-
-    with functorch.patch(donated_buffer=False):
-        yield
 
 
 def _forward(inputs: GradientInputs) -> Call:
