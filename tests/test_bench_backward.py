@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cutedsl_fa3 import backward as twin
 from cutedsl_fa3 import bench_backward, reference
-from cutedsl_fa3.bench import Timing, shared_inputs
+from cutedsl_fa3.bench import BURST, Timing, shared_inputs
 from cutedsl_fa3.bench_backward import (
     PEERS,
     VARIANTS,
@@ -462,3 +462,34 @@ def test_the_command_refuses_naming_what_was_given(pretended, options, named) ->
     result = command(*options)
     assert result.exit_code == 2 and named in result.stderr
     assert not pretended
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_ours_and_cudnn_are_right_and_timed() -> None:
+    full = GradientCase("full", "bf16", 64, 64, 1024, 1024, 1, 4, 4)
+    absent, cases = Absent(), [full, replace(full, deterministic=True)]
+    quick = replace(BURST, window_ms=1.0, rounds=3)
+    providers = [GRADIENTS[OURS], GRADIENTS["cudnn"]]
+    rows = measure_together(cases, providers, quick, print, absent)
+    assert [(row.provider, row.deterministic) for row in rows] == [
+        (OURS, False), ("cudnn", False), (OURS, True),
+    ]  # fmt: skip
+    assert not absent.ours and all(row.ms > 0 for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu_every_variant_is_right_beside_flex() -> None:
+    (group,) = variants(sizes=(1024, 1, 4))
+    absent, quick = Absent(), replace(BURST, window_ms=1.0, rounds=3)
+    providers = [GRADIENTS[OURS], GRADIENTS["flex"]]
+    rows = measure_together(group, providers, quick, print, absent)
+    assert not absent.ours and [row.provider for row in rows].count(OURS) == len(VARIANTS)
+    assert {"causal", "alibi"} <= {row.variant for row in rows if row.provider == "flex"}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_of_a_step_grows_with_the_length_and_no_faster() -> None:
+    found = peaks(memory([2048, 4096, 8192]), [GRADIENTS[OURS]], print, Absent())
+    short, middle, long = (rows[0].peak_bytes for rows in found)
+    assert 0 < short and middle <= 2.1 * short and long <= 2.1 * middle
