@@ -101,15 +101,20 @@ def backward_table(record: Record | None, sustained: Record | None = None) -> st
     """The backward of plain attention, then of variants, then the memory of a step; the origin."""
     if record is None:
         return NOTHING.format("`python -m cutedsl_fa3 bench-backward`")
-    rows = tuple(row for row in record.rows if isinstance(row, BackwardRow))
-    varied = {_lengths(row) for row in rows if row.variant not in ("full", PLAIN)}
-    plain = tuple(row for row in rows if _lengths(row) not in varied)
-    others = tuple(row for row in rows if _lengths(row) in varied)
+    plain = plain_backward(record)
+    others = tuple(r for r in record.rows if isinstance(r, BackwardRow) and r not in plain)
     parts = [_origin(record.meta)]
     parts += [_backward_plain(plain, sustained)] if plain else []
     parts += [_backward_variants(others, sustained)] if others else []
     parts += [_peaks([row for row in record.rows if isinstance(row, PeakRow)])]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def plain_backward(record: Record) -> tuple[BackwardRow, ...]:
+    """The rows of full and causal attention, without those that took turns with variants."""
+    rows = [row for row in record.rows if isinstance(row, BackwardRow)]
+    varied = {_lengths(row) for row in rows if row.variant not in ("full", PLAIN)}
+    return tuple(row for row in rows if _lengths(row) not in varied)
 
 
 def _backward_plain(rows: tuple[Row, ...], sustained: Record | None) -> str:

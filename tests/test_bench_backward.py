@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from cutedsl_fa3 import backward as twin
-from cutedsl_fa3 import bench_backward, reference
+from cutedsl_fa3 import bars, bench_backward, reference
 from cutedsl_fa3.bench import BURST, Timing, shared_inputs
 from cutedsl_fa3.bench_backward import (
     PEERS,
@@ -354,6 +354,16 @@ def test_the_table_shows_speed_errors_a_fixed_order_variants_and_memory(record) 
     assert peaks_of == ["| 8192 | 64 | 96 | 8.0 |", "| 16384 | 128 | - | 8.0 |"]
     held = Record(record.meta, tuple(r for r in record.rows if isinstance(r, BackwardRow)))
     assert "| 500 | 400 | 1.25 | 1.25 | 2.00 | 1.20 |" in backward_table(record, held)
+
+
+def test_the_bars_are_of_plain_attention_as_it_is_by_default(record) -> None:
+    pytest.importorskip("matplotlib")
+    drawing = bars.backward(record)
+    assert drawing is not None
+    assert drawing.get_suptitle().startswith("Attention backward, bf16")
+    heights = [bar.get_height() for axes in drawing.axes for bar in axes.patches]
+    assert heights == [500.0, 400.0]
+    assert bars.backward(Record(record.meta, record.rows[3:])) is None
 
 
 def test_a_table_is_made_of_whatever_part_was_measured(record) -> None:
