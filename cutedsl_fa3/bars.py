@@ -15,6 +15,7 @@ from .cases import PLAIN, shown
 from .figures import BLUE, GREY, LABEL, NAVY, PALE, RUST, SAND, TICK, TITLE, figure, tidy
 from .peers import OURS
 from .record import DATA, ROOT, Record, Row, newest, sustained_beside
+from .tables import plain_backward
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,6 +48,8 @@ def write(folder: Path = FOLDER, data: Path = DATA) -> list[Path]:
         if record is not None:
             path = folder / f"{kind}.png"
             drawing = draw(record, sustained_beside(record, data, kind))
+            if drawing is None:
+                continue
             # Without its usual date and version, so that the same record gives the same file.
             about = {FROM: origin(record, data, kind), "Software": None}
             drawing.savefig(path, format="png", dpi=DPI, metadata=about)
@@ -65,12 +68,16 @@ def plain(record: Record, sustained: Record | None = None) -> Figure:
 
     A line across a bar is the speed under sustained load, where that was recorded too.
     """
-    rows = [row for row in record.rows if row.direction == "forward"]
+    rows = list(record.rows)
     providers = _providers(rows)
     variants = list(dict.fromkeys(row.variant for row in rows))
     dims = list(dict.fromkeys((row.head_dim, row.head_dim_v) for row in rows))
     lengths = {d: _lengths(rows, d) for d in dims}
-    held = {(r.problem, r.provider): r.tflops for r in (sustained.rows if sustained else ())}
+    held = {
+        (r.problem, r.provider): r.tflops
+        for r in (sustained.rows if sustained else ())
+        if isinstance(r, Row)
+    }
     drawing = figure(13, 2.9 * len(variants) + 0.9, DPI)
     panels = drawing.subplots(
         len(variants),
@@ -96,7 +103,7 @@ def plain(record: Record, sustained: Record | None = None) -> Figure:
             axes.set_title(f"{variant}, head_dim {shown(d)}")
             tidy(axes)
         line[0].set_ylabel("TFLOP/s")
-    title = f"Attention forward, {rows[0].dtype}, by sequence length."
+    title = f"Attention {rows[0].direction}, {rows[0].dtype}, by sequence length."
     if ratios:
         title += " Above each group: our speed over the best peer's, in the geometric mean "
         title += f"{statistics.geometric_mean(ratios):.2f}."
@@ -130,7 +137,13 @@ def variants(record: Record, sustained: Record | None = None) -> Figure:
     return drawing
 
 
-PICTURES = {"bench": plain, "variants": variants}
+def backward(record: Record, sustained: Record | None = None) -> Figure | None:
+    """As `plain`, of the backward alone; None for a record that has other parts only."""
+    rows = tuple(row for row in plain_backward(record) if row == row.beside(row.variant))
+    return plain(Record(record.meta, rows), sustained) if rows else None
+
+
+PICTURES = {"bench": plain, "variants": variants, "backward": backward}
 
 
 def _providers(rows: Sequence[Row]) -> list[str]:

@@ -1,4 +1,6 @@
-"""Forward attention timed beside its peers, in one process, after each has been proved right.
+"""Attention timed beside its peers, in one process, after each has been proved right.
+
+The loop of rounds, and the forward in it; the backward is bench_backward.py.
 
 A burst is `idle_ms` of rest and then a window of back-to-back calls between two CUDA events. The
 card is limited by power: a kernel that follows a thrifty one runs up to 10% faster, so every round
@@ -11,21 +13,32 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from .cases import Case
 from .checks import check, samples
 from .errors import Unsupported
-from .named import named
 from .peers import OURS, PROVIDERS, Call, Inputs, Provider
 from .record import Row
 
 Key = TypeVar("Key")
+AnyCase = TypeVar("AnyCase", bound=Case)
+Offer = TypeVar("Offer", bound="Offered")
+Measure = Callable[..., list[Any]]
+
+
+class Offered(Protocol):
+    """What is timed: a name in records, and a call of it prepared for inputs."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, inputs: Any, /) -> Call: ...
 
 
 def window(call: Call, repeats: int) -> float:
@@ -77,15 +90,23 @@ def require_gpu() -> None:
 
 
 def chosen_providers(names: Iterable[str]) -> list[Provider]:
-    """The providers of these names.
+    """The forward's providers of these names.
+
+    Raises: ValueError for an unknown one.
+    """
+    return known_providers(names, PROVIDERS)
+
+
+def known_providers(names: Iterable[str], known: Mapping[str, Offer]) -> list[Offer]:
+    """Those of `known` with these names.
 
     Raises: ValueError for an unknown one.
     """
     names = list(names)
-    unknown = [name for name in names if name not in PROVIDERS]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"providers {unknown} are unknown; known: {', '.join(PROVIDERS)}")
-    return [PROVIDERS[name] for name in names]
+        raise ValueError(f"providers {unknown} are unknown; known: {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def run(
@@ -107,22 +128,26 @@ def run(
 
 
 def run_together(
-    grouped: Iterable[list[Case]],
-    providers: list[Provider],
+    grouped: Iterable[list[AnyCase]],
+    providers: Sequence[Offered],
     timing: Timing,
     report: Callable[[str], None],
     seed: int = 0,
-) -> Iterator[list[Row]]:
-    """The rows of each group of cases in turn, with a line for each case."""
+    measure: Measure | None = None,
+) -> Iterator[list[Any]]:
+    """The rows of each group of cases in turn, with a line for each case.
+
+    `measure` has the parameters of `measure_together`, which it is by default.
+    """
     once = _once(report)
     for cases in grouped:
         start = time.perf_counter()
-        measured = measure_together(cases, providers, timing, once, seed)
+        measured = (measure or measure_together)(cases, providers, timing, once, seed)
         for case in cases:
-            rows = (row for row in measured if row.variant == case.variant)
+            rows = (row for row in measured if case.is_of(row))
             times = ", ".join(f"{row.provider} {row.ms:.3f}" for row in rows)
             report(f"{case}: {times or 'nothing'} ms")
-        report(f"{len(cases)} variants together: {time.perf_counter() - start:.0f} s")
+        report(f"{len(cases)} cases together: {time.perf_counter() - start:.0f} s")
         yield measured
 
 
@@ -167,42 +192,63 @@ def measure_together(
 
     Raises: as `measure`.
     """
-    inputs = _inputs(cases, device, seed)
+    inputs = shared_inputs(cases, device, seed)
     sampled = {case: samples(inputs[case], seed) for case in cases}
-    calls: dict[tuple[Case, str], Call] = {}
-    errors: dict[tuple[Case, str], float] = {}
-    for provider, case in product(providers, cases):
-        start, key = time.perf_counter(), (case, provider.name)
-        try:
-            call = provider.prepare(inputs[case])
-            errors[key] = check(inputs[case], call, sampled[case])
-            calls[key] = call
-        except Exception as error:
-            if provider.name == OURS:
-                raise
-            report(f"{provider.name}: {_why_not(error, case)}")
-            continue
-        seconds = time.perf_counter() - start
-        if seconds > SLOW_TO_PREPARE:
-            report(f"{provider.name}: {seconds:.0f} s to compile and check {case}")
+
+    def checked(case: Case, call: Call) -> float:
+        return check(inputs[case], call, sampled[case])
+
+    def refused(provider: str, case: Case, error: Exception) -> None:
+        if provider == OURS:
+            raise error
+        report(f"{provider}: {why_not(error, case)}")
+
+    calls, errors = prepared(inputs, providers, checked, refused, report)
     times = take_turns(calls, timing, seed)
     keys = [(case, provider.name) for case in cases for provider in providers]
     return [_row(*key, times[key], errors[key]) for key in keys if key in times]
 
 
-def _inputs(cases: list[Case], device: str, seed: int) -> dict[Case, Inputs]:
+def prepared(
+    inputs: Mapping[AnyCase, Inputs],
+    providers: Sequence[Offered],
+    checked: Callable[[AnyCase, Call], Any],
+    refused: Callable[[str, AnyCase, Exception], None],
+    report: Callable[[str], None],
+) -> tuple[dict[tuple[AnyCase, str], Call], dict[tuple[AnyCase, str], Any]]:
+    """By case and provider's name: the call, and what `checked` found in it.
+
+    `refused` hears the name, the case and the error where there is none, and may raise it.
+    """
+    calls: dict[tuple[AnyCase, str], Call] = {}
+    found: dict[tuple[AnyCase, str], Any] = {}
+    for provider, case in product(providers, inputs):
+        start, key = time.perf_counter(), (case, provider.name)
+        try:
+            call = provider.prepare(inputs[case])
+            found[key] = checked(case, call)
+            calls[key] = call
+        except Exception as error:
+            refused(provider.name, case, error)
+            continue
+        seconds = time.perf_counter() - start
+        if seconds > SLOW_TO_PREPARE:
+            report(f"{provider.name}: {seconds:.0f} s to compile and check {case}")
+    return calls, found
+
+
+def shared_inputs(cases: Iterable[AnyCase], device: str, seed: int) -> dict[AnyCase, Any]:
     """The inputs of each case; those of the same sizes are the same tensors."""
-    made: dict[Case, Inputs] = {}
-    of_sizes: dict[Case, Inputs] = {}
+    made: dict[AnyCase, Any] = {}
+    of_sizes: dict[Case, Any] = {}
     for case in cases:
-        sizes = replace(case, variant="full")
-        if sizes not in of_sizes:
-            of_sizes[sizes] = sizes.inputs(device, seed)
-        made[case] = replace(of_sizes[sizes], named=named(case.variant, case.lengths(device)))
+        if case.sizes not in of_sizes:
+            of_sizes[case.sizes] = case.sizes.inputs(device, seed)
+        made[case] = case.with_tensors(of_sizes[case.sizes])
     return made
 
 
-def _why_not(error: Exception, case: Case) -> str:
+def why_not(error: Exception, case: Case) -> str:
     """Why a peer has no time; without the lengths, so that it is said once for all of them."""
     if isinstance(error, ImportError):
         return f"not installed ({error})"
@@ -213,16 +259,23 @@ def _why_not(error: Exception, case: Case) -> str:
 
 
 def _row(case: Case, provider: str, times: list[float], error: float) -> Row:
-    ms = statistics.median(times)
     return Row(
         provider=provider,
         direction="forward",
         **asdict(case),
-        ms=round(ms, 6),
-        tflops=round(case.flops / ms / 1e9, 2),
+        **timed(case, times),
         max_error=float(f"{error:.4g}"),
-        samples=tuple(round(sample, 6) for sample in times),
     )
+
+
+def timed(case: Case, times: list[float]) -> dict[str, Any]:
+    """What a row says of its samples (milliseconds)."""
+    ms = statistics.median(times)
+    return {
+        "ms": round(ms, 6),
+        "tflops": round(case.flops / ms / 1e9, 2),
+        "samples": tuple(round(sample, 6) for sample in times),
+    }
 
 
 def take_turns(

@@ -7,7 +7,7 @@ variants of one size, timed together, because each of ours is compared with our 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 import torch
@@ -66,6 +66,22 @@ class Case:
         """2 x (head_dim + head_dim_v) for each visible pair, over batch and heads."""
         pairs = visible_pairs(self.variant, self.lengths())
         return 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.head_dim_v)
+
+    @property
+    def sizes(self) -> Case:
+        """The case of these sizes whose tensors are shared; see `with_tensors`."""
+        return replace(self, variant="full")
+
+    def with_tensors(self, like: Inputs) -> Inputs:
+        """The case's inputs with the tensors of another of its sizes."""
+        return replace(like, named=named(self.variant, self.lengths(like.q.device.type)))
+
+    def is_of(self, row: object) -> bool:
+        """Whether a row was measured on this problem; what it does not say has the default."""
+        return all(
+            getattr(row, each.name, each.default) == getattr(self, each.name)
+            for each in fields(self)
+        )
 
     def lengths(self, device: str = "cpu") -> Lengths:
         """What the variant depends on."""

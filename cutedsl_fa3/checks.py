@@ -111,9 +111,13 @@ def _scale(inputs: Inputs) -> float:
 
 
 def _chosen(inputs: Inputs, batch: int, head: int, rows: list[int]) -> tuple:
-    """(q, k, v, variant, place); the variant is that of the functions which peers are given."""
+    """(q, k, v, variant, place) as the reference takes them."""
+    place = (batch, head, torch.tensor(rows, device=inputs.q.device))
+    return inputs.q, inputs.k, inputs.v, chosen_variant(inputs), place
+
+
+def chosen_variant(inputs: Inputs) -> Variant:
+    """The variant made of the functions that peers are given."""
     chosen = inputs.named
     softmax = OnlineSoftmax(chosen.sink) if chosen.weight is None else Elementwise(chosen.weight)
-    variant = Variant(score=chosen.score, mask=chosen.mask, softmax=softmax)
-    place = (batch, head, torch.tensor(rows, device=inputs.q.device))
-    return inputs.q, inputs.k, inputs.v, variant, place
+    return Variant(score=chosen.score, mask=chosen.mask, softmax=softmax)

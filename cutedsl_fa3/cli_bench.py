@@ -23,7 +23,7 @@ Dtype = Annotated[str, typer.Option(help="bf16 or fp16.")]
 Variants = Annotated[list[str] | None, typer.Option(help="May be repeated; default: the usual.")]
 Tokens = Annotated[int, typer.Option(help="Tokens of all sequences together.")]
 NATIVE = "64,96,128,192x128,192,256"  # head sizes whose tiles are of their own size
-PEERS = ("bench", "variants", "gemm", "call")  # the kinds of record that README has tables of
+PEERS = ("bench", "variants", "gemm", "call", "backward")  # kinds that README has tables of
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def run_bench(
         ),
     ] = False,
     tables: Annotated[
-        str, typer.Option(help="With --peers, which: bench, variants, gemm, call, by comma.")
+        str, typer.Option(help=f"With --peers, which, by comma; known: {', '.join(PEERS)}.")
     ] = ",".join(PEERS),
     readme: Annotated[
         bool, typer.Option(help="Measure nothing: put the newest records' tables in README.md.")
@@ -227,6 +227,79 @@ def run_bench_variants(
         meta = how.meta(peers=versions())
     measured = bench.run_together(groups, chosen, how.timing, report=_say, seed=how.seed)
     how.keep("variants", measured, meta)
+
+
+@measuring("bench-backward")
+def run_bench_backward(
+    how: Timed,
+    part: Annotated[
+        str, typer.Option(help="plain, variants, memory, by comma; memory only in bursts.")
+    ] = "plain,variants,memory",
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated; bias+gradient: with that of its table."),
+    ] = None,
+    providers: Annotated[
+        str | None, typer.Option(help="Backwards to time, by comma; default: by part.")
+    ] = None,
+    head_dims: Annotated[str, typer.Option(help="Of plain; variants have 128.")] = NATIVE,
+    seqlens: Annotated[
+        str | None, typer.Option(help="Of plain, by comma; default: as bench.")
+    ] = None,
+    add: Annotated[
+        Path | None,
+        typer.Option(help="A record of a run that ended early: its rows, then what it lacks."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that compile; default: the cores.")
+    ] = None,
+) -> None:
+    """Time the backward alone beside its peers, and write a record; then the peak of memory.
+
+    Plain attention with and without a fixed order of sums, then variants beside our own plain
+    causal. Who has no time is left out, and the record says why; where that is our own kernel,
+    this exits with 1 at the end.
+    """
+    need_compiler()
+    from . import bench_backward as backward
+    from . import cases
+    from .peers import versions
+
+    with _refusals():
+        parts = part.split(",")
+        if unknown := [each for each in parts if each not in backward.PARTS]:
+            known = ", ".join(backward.PARTS)
+            raise ValueError(f"--part {','.join(unknown)}: known are {known}")
+        names = providers.split(",") if providers else ()
+        chosen = {each: backward.chosen_providers(each, names) for each in parts}
+        lengths = None if seqlens is None else _lengths(seqlens)
+        groups = {
+            "plain": backward.plain(cases.head_dims(head_dims), lengths),
+            "variants": backward.variants(variant or backward.VARIANTS),
+            "memory": [] if how.sustained else [[case] for case in backward.memory()],
+        }
+        absent = backward.Absent()
+        meta = how.meta(peers=versions(), absent=absent.reasons)
+        earlier = () if add is None else backward.of_earlier(add, meta)
+    wanted = {each: backward.missing(each, groups[each], earlier) for each in parts}
+
+    def measured() -> Iterator[Any]:
+        yield list(earlier)
+        for each, grouped in wanted.items():
+            if each == "memory":
+                flat = [case for group in grouped for case in group]
+                yield from backward.peaks(flat, chosen[each], _say, absent, how.seed)
+            else:
+                yield from backward.run(grouped, chosen[each], how.timing, _say, absent, how.seed)
+
+    every = [case for each in parts for group in wanted[each] for case in group]
+    if any(one.name == backward.OURS for one in chosen[parts[0]]):
+        backward.compiled_ahead(every, workers or os.cpu_count() or 1, _say)
+    how.keep("backward", measured(), meta)
+    for reason in absent.ours:
+        typer.echo(f"ours has no time: {reason}", err=True)
+    if absent.ours:
+        raise typer.Exit(1)
 
 
 @measuring("bench-gemm")
@@ -397,6 +470,9 @@ def _everything(how: Timed, kinds: str) -> None:
                 run_bench_variants(timed)
             elif kind == "gemm":
                 run_bench_gemm(timed)
+            elif kind == "backward":
+                with contextlib.suppress(typer.Exit):  # it has said what of ours has no time
+                    run_bench_backward(timed)
             elif not timed.sustained:  # the host's time has no bursts
                 run_bench_call(recorded)
     if how.out is None:

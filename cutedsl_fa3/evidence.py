@@ -13,6 +13,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from .cases import Case, Grid, of_row, shown
 from .named import Lengths, named
@@ -130,13 +131,22 @@ def compiled_ahead(
     """
     flat = [(case, schedule) for case, chosen in wanted for schedule in chosen]
     report(f"{len(flat)} kernels, those that are not on disk compiled by {workers} processes")
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        spills = dict(zip(flat, pool.map(_spills, flat, chunksize=4), strict=True))
+    spills = dict(zip(flat, side_by_side(_spills, flat, workers), strict=True))
     kept = []
     for case, chosen in wanted:
         good = [each for each in chosen if each == chosen[0] or not spills[case, each]]
         kept.append((case, good))
     return kept
+
+
+def side_by_side(function: Callable[[Any], Any], items: Sequence, workers: int) -> list:
+    """The results for all items, in their order, of processes of their own.
+
+    `function` is one of a module, and takes and returns what can be pickled.
+    """
+    at_once = max(1, min(4, len(items) // workers))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(function, items, chunksize=at_once))
 
 
 def _spills(one: tuple[Case, Schedule]) -> int:

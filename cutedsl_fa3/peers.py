@@ -23,13 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import FunctionType
+from typing import Any
 
 import torch
 
 from .errors import Unsupported
 from .named import Named
 
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], Any]  # the output, or of a backward the gradients
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
 name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`,
 `table` and `leads` (`ScheduleRow`), `ladder` (`LadderRow`), `call` (`CallRow`), `train`
-(`TrainRow`) or `timeline` (`TimelineRow`). One marked `partial` holds what was measured before a
-run ended early; no table is made from it.
+(`TrainRow`), `timeline` (`TimelineRow`) or `backward` (`BackwardRow`, `PeakRow`). One marked
+`partial` holds what was measured before a run ended early; no table is made from it.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,70 @@ class Row:
         """What rows of different providers have in common."""
         row = asdict(self)
         return tuple(row[name] for name in row if name not in _MEASURED)
+
+    @property
+    def title(self) -> str:
+        """The variant as a table names it."""
+        return self.variant
+
+    @property
+    def all_errors(self) -> tuple[float, ...]:
+        """Each largest error, of a backward those of its three results."""
+        return (self.max_error,)
+
+    def beside(self, variant: str) -> Row:
+        """A row of another variant on these sizes, as one looks for it."""
+        return replace(self, variant=variant)
+
+
+@dataclass(frozen=True)
+class BackwardRow(Row):
+    """One provider's time for the gradients of one problem, the forward not counted.
+
+    `deterministic`: equal bits each time were asked for; `captured`: gradients of the variant's
+    captured tensors besides. `errors`: of dq, dk, dv in one head, the same for every provider.
+    Units: as for `Row`; `tflops` counts 2.5 times the forward's; `max_error` is the largest of
+    `errors`.
+    """
+
+    deterministic: bool = False
+    captured: bool = False
+    errors: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def title(self) -> str:
+        """The variant, and what was asked for besides."""
+        besides = " + gradient" if self.captured else ""
+        return f"{self.variant}{besides}{', deterministic' if self.deterministic else ''}"
+
+    @property
+    def all_errors(self) -> tuple[float, ...]:
+        return self.errors
+
+    def beside(self, variant: str) -> BackwardRow:
+        """As of a `Row`, without what was asked for besides."""
+        return replace(self, variant=variant, deterministic=False, captured=False)
+
+
+@dataclass(frozen=True)
+class PeakRow:
+    """The most memory that a forward with its backward holds besides its inputs.
+
+    Units: bytes, of which `peak_bytes` is the most of `samples`.
+    """
+
+    provider: str
+    variant: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads: int
+    kv_heads: int
+    peak_bytes: int
+    samples: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -217,7 +281,7 @@ class TimelineRow:
     intervals: tuple[tuple[str, str, str, int, float, float], ...]
 
 
-_MEASURED = ("provider", "ms", "tflops", "max_error", "samples")
+_MEASURED = ("provider", "ms", "tflops", "max_error", "errors", "samples")
 
 
 @dataclass(frozen=True)
@@ -251,13 +315,17 @@ class Record:
 
 def _row(
     written: dict[str, Any],
-) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow | TrainRow | TimelineRow:
+) -> Row | PeakRow | GemmRow | ScheduleRow | LadderRow | CallRow | TrainRow | TimelineRow:
     read = _tuples(written)
     if "losses" in read:
         return TrainRow(**{name: _deep(value) for name, value in written.items()})
     if "intervals" in read:
         kept = _tuples(written["schedule"])
         return TimelineRow(**{n: _deep(v) for n, v in written.items()} | {"schedule": kept})
+    if "peak_bytes" in read:
+        return PeakRow(**read)
+    if "deterministic" in read:
+        return BackwardRow(**read)
     if "step" in read:
         return CallRow(**read)
     if "rung" in read:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from .cases import PLAIN, shown
@@ -12,8 +13,10 @@ from .peers import OURS, PROVIDERS
 from .record import (
     DATA,
     ROOT,
+    BackwardRow,
     CallRow,
     GemmRow,
+    PeakRow,
     Record,
     RecordError,
     Row,
@@ -59,7 +62,7 @@ def attention_table(record: Record | None, sustained: Record | None = None) -> s
     """
     if record is None:
         return NOTHING.format("`make bench`")
-    names = [name for name in PROVIDERS if any(row.provider == name for row in record.rows)]
+    names = _named_in(record.rows)
     ratios = ["speed / best peer", *(["sustained"] if sustained else []), f"error / {COMPARED}"]
     head = ["variant", "dtype", "head_dim", "seqlen", *names, *ratios]
     note = (
@@ -79,11 +82,8 @@ def variants_table(record: Record | None, sustained: Record | None = None) -> st
     """
     if record is None:
         return NOTHING.format("`python -m cutedsl_fa3 bench-variants`")
-    peers = [n for n in PROVIDERS if n != OURS and any(row.provider == n for row in record.rows)]
-    head = ["variant", "dtype", "head_dim", "seqlen", "ms", "TFLOP/s", f"time / {PLAIN}"]
-    head += ["sustained"] if sustained else []
-    for name in peers:
-        head += [f"{name} ms", f"{name} / ours"]
+    peers = [name for name in _named_in(record.rows) if name != OURS]
+    head = _variant_head(peers, sustained)
     sizes = dict.fromkeys(f"batch {row.batch}, {row.heads} heads" for row in record.rows)
     note = (
         f"Ours in ms and TFLOP/s, median of bursts, at {'; '.join(sizes)}. All variants of a head "
@@ -95,6 +95,93 @@ def variants_table(record: Record | None, sustained: Record | None = None) -> st
         f"{' ' + SUSTAINED.format(f'time / {PLAIN}') if sustained else ''}"
     )
     return _table(record, note, head, _variant_cells(record.rows, peers, sustained))
+
+
+def backward_table(record: Record | None, sustained: Record | None = None) -> str:
+    """The backward of plain attention, then of variants, then the memory of a step; the origin."""
+    if record is None:
+        return NOTHING.format("`python -m cutedsl_fa3 bench-backward`")
+    plain = plain_backward(record)
+    others = tuple(r for r in record.rows if isinstance(r, BackwardRow) and r not in plain)
+    parts = [_origin(record.meta)]
+    parts += [_backward_plain(plain, sustained)] if plain else []
+    parts += [_backward_variants(others, sustained)] if others else []
+    parts += [_peaks([row for row in record.rows if isinstance(row, PeakRow)])]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def plain_backward(record: Record) -> tuple[BackwardRow, ...]:
+    """The rows of full and causal attention, without those that took turns with variants."""
+    rows = [row for row in record.rows if isinstance(row, BackwardRow)]
+    varied = {_lengths(row) for row in rows if row.variant not in ("full", PLAIN)}
+    return tuple(row for row in rows if _lengths(row) not in varied)
+
+
+def _backward_plain(rows: tuple[Row, ...], sustained: Record | None) -> str:
+    names = _named_in(rows)
+    head = ["variant", "dtype", "head_dim", "seqlen", *names, "speed / best peer"]
+    head += ["sustained"] if sustained else []
+    head += [f"error / {COMPARED}", "time of deterministic / default"]
+    found = _by_problem(rows).values()
+    speeds = [speed for one in found if (speed := _speed_over(one))]
+    mean = f" Their geometric mean is {geometric_mean(speeds):.2f}." if speeds else ""
+    note = (
+        "TFLOP/s of the backward alone, 2.5 times the forward's operations, median of bursts, "
+        f"providers in turns as above.{mean} Errors are the largest of dq, dk and dv against fp64 "
+        "in one head, the worst of the three over that of the peer. `deterministic`: dq is summed "
+        "in a fixed order."
+    )
+    return f"{note}\n\n{_grid(head, _backward_cells(rows, names, sustained))}"
+
+
+def _backward_cells(
+    rows: tuple[Row, ...], names: list[str], sustained: Record | None
+) -> Iterable[list[str]]:
+    """A line for each problem without what is asked for besides."""
+    times = _times(rows)
+    chosen = tuple(row for row in rows if row == row.beside(row.variant))
+    for row, cells in zip(
+        (next(iter(found.values())) for found in _by_problem(chosen).values()),
+        _attention_cells(chosen, names, sustained),
+        strict=True,
+    ):
+        default = times.get((row.problem, OURS))
+        fixed = times.get((replace(row, deterministic=True).problem, OURS))
+        yield [*cells, f"{fixed / default:.2f}" if fixed and default else "-"]
+
+
+def _backward_variants(rows: tuple[Row, ...], sustained: Record | None) -> str:
+    peers = [name for name in _named_in(rows) if name != OURS]
+    sizes = dict.fromkeys(f"batch {row.batch}, {row.heads} heads" for row in rows)
+    note = (
+        f"The backward of variants in ms and TFLOP/s, at {'; '.join(sizes)}, beside our own plain "
+        f"{PLAIN} and the peers as for the forward. `+ gradient`: with that of the captured tensor."
+    )
+    head = _variant_head(peers, sustained)
+    return f"{note}\n\n{_grid(head, _variant_cells(rows, peers, sustained))}"
+
+
+def _peaks(rows: list[PeakRow]) -> str:
+    """MiB by length and provider, and how ours grows with the length."""
+    if not rows:
+        return ""
+    names = [name for name in PROVIDERS if any(row.provider == name for row in rows)]
+    by_length: dict[int, dict[str, PeakRow]] = {}
+    for row in sorted(rows, key=lambda row: row.seqlen_q):
+        by_length.setdefault(row.seqlen_q, {})[row.provider] = row
+    one = rows[0]
+    note = (
+        "Memory that a forward with its backward holds besides its inputs at its peak, in MiB, of "
+        f"{one.variant} {one.dtype} at head size {shown((one.head_dim, one.head_dim_v))}, batch "
+        f"{one.batch}, {one.heads} heads; and ours for each query, in KiB."
+    )
+    cells = []
+    for length, found in by_length.items():
+        mebi = (f"{found[n].peak_bytes / 2**20:.0f}" if n in found else "-" for n in names)
+        ours = found.get(OURS)
+        each = f"{ours.peak_bytes / 2**10 / (length * ours.batch):.1f}" if ours else "-"
+        cells.append([str(length), *mebi, each])
+    return f"{note}\n\n{_grid(['seqlen', *names, 'ours / query'], cells)}"
 
 
 def gemm_table(record: Record | None, sustained: Record | None = None) -> str:
@@ -135,8 +222,23 @@ def _call_cells(rows: Iterable[CallRow]) -> Iterable[list[str]]:
 
 
 def _table(record: Record, note: str, head: list[str], body: Iterable[list[str]]) -> str:
-    lines = [_line(head), _line(["---"] * len(head)), *map(_line, body)]
-    return "\n".join([_origin(record.meta), "", note, "", *lines, ""])
+    return "\n".join([_origin(record.meta), "", note, "", _grid(head, body), ""])
+
+
+def _grid(head: list[str], body: Iterable[list[str]]) -> str:
+    return "\n".join([_line(head), _line(["---"] * len(head)), *map(_line, body)])
+
+
+def _named_in(rows: Iterable[Row]) -> list[str]:
+    """The providers of these rows, in the order of all."""
+    found = {row.provider for row in rows}
+    return [name for name in PROVIDERS if name in found]
+
+
+def _variant_head(peers: list[str], sustained: Record | None) -> list[str]:
+    head = ["variant", "dtype", "head_dim", "seqlen", "ms", "TFLOP/s", f"time / {PLAIN}"]
+    head += ["sustained"] if sustained else []
+    return head + [title for name in peers for title in (f"{name} ms", f"{name} / ours")]
 
 
 def _origin(meta: dict[str, Any]) -> str:
@@ -167,12 +269,17 @@ def _attention_cells(
 
 
 def _by_problem(rows: tuple[Row, ...]) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """The rows of a forward by problem, then by provider, in the record's order."""
+    """The rows by problem, then by provider, in the record's order."""
     by_problem: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        if row.direction == "forward":
+        if isinstance(row, Row):
             by_problem.setdefault(row.problem, {})[row.provider] = row
     return by_problem
+
+
+def _lengths(row: Row) -> tuple[int, ...]:
+    """What rows of variants have in common: all sizes but those of a head."""
+    return row.seqlen_q, row.seqlen_k, row.batch, row.heads, row.kv_heads
 
 
 def _sizes(row: Row) -> tuple[str, str]:
@@ -187,7 +294,7 @@ def _variant_cells(
     """A line for each variant and size that we have a time for, in the record's order."""
     times = _times(rows)
     for row in (row for row in rows if row.provider == OURS):
-        cells = [row.variant, row.dtype, *_sizes(row), f"{row.ms:.3f}", f"{row.tflops:.0f}"]
+        cells = [row.title, row.dtype, *_sizes(row), f"{row.ms:.3f}", f"{row.tflops:.0f}"]
         cells += [_cost(row, times)]
         cells += [_cost(row, _times(sustained.rows))] if sustained else []
         for peer in peers:
@@ -197,26 +304,35 @@ def _variant_cells(
 
 
 def _times(rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
-    return {(row.problem, row.provider): row.ms for row in rows}
+    return {(row.problem, row.provider): row.ms for row in rows if isinstance(row, Row)}
 
 
 def _cost(row: Row, times: dict[tuple[Any, ...], float]) -> str:
     """Our time over that of our own plain causal of the same sizes."""
-    plain = times.get((replace(row, variant=PLAIN).problem, OURS))
+    plain = times.get((row.beside(PLAIN).problem, OURS))
     ours = times.get((row.problem, OURS))
     return f"{ours / plain:.2f}" if ours and plain else "-"
 
 
 def _speed(found: dict[str, Row]) -> str:
+    """Our speed over the best peer's, as text."""
+    speed = _speed_over(found)
+    return f"{speed:.2f}" if speed else "-"
+
+
+def _speed_over(found: dict[str, Row]) -> float | None:
     """Our speed over the best peer's."""
     ours, speeds = found.get(OURS), [row.tflops for name, row in found.items() if name != OURS]
-    return f"{ours.tflops / max(speeds):.2f}" if ours and speeds else "-"
+    return ours.tflops / max(speeds) if ours and speeds else None
 
 
 def _error(found: dict[str, Row]) -> str:
-    """Our error over that of the peer to compare with."""
+    """Our error over that of the peer to compare with; the worst of several."""
     ours, peer = found.get(OURS), found.get(COMPARED)
-    return f"{ours.max_error / peer.max_error:.2f}" if ours and peer and peer.max_error else "-"
+    if not ours or not peer or not all(peer.all_errors):
+        return "-"
+    ratios = (a / b for a, b in zip(ours.all_errors, peer.all_errors, strict=True))
+    return f"{max(ratios):.2f}"
 
 
 def _gemm_cells(ours: list[GemmRow], depths: list[int], cublas: GemmRow) -> Iterable[list[str]]:
@@ -239,4 +355,5 @@ TABLES: dict[str, Callable[[Record | None, Record | None], str]] = {
     "variants": variants_table,
     "gemm": gemm_table,
     "call": call_table,
+    "backward": backward_table,
 }

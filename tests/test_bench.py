@@ -177,7 +177,7 @@ def test_a_group_says_a_line_for_each_case(monkeypatch) -> None:
     assert list(run_together([cases], [], timing, said.append)) == [rows]
     assert said[0] == f"{cases[0]}: fa3 1.000, fa4 0.250 ms"
     assert said[1] == f"{cases[1]}: nothing ms"
-    assert said[2].startswith("2 variants together: ")
+    assert said[2].startswith("2 cases together: ")
 
 
 def test_a_run_yields_each_case_when_it_is_measured_and_says_one_line_for_it(monkeypatch) -> None:

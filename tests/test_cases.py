@@ -33,7 +33,7 @@ def test_a_grid_takes_each_head_size_with_as_many_heads_as_fit_the_width() -> No
     assert {case.heads for case in Grid(hidden=64).cases()} == {1}
 
 
-def test_the_usual_grid_has_every_native_size_and_short_lengths_at_two_of_them() -> None:
+def test_the_usual_grid_has_every_native_size_and_short_lengths_at_three_of_them() -> None:
     cases = Grid().cases()
     assert {(c.head_dim, c.head_dim_v) for c in cases} == set(HEAD_DIMS) <= set(NATIVE)
     assert {pair for pair in NATIVE if pair[0] == pair[1]} < set(HEAD_DIMS)

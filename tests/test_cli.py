@@ -15,7 +15,7 @@ from cutedsl_fa3 import audit as audit_module
 from cutedsl_fa3 import cache, tuned
 from cutedsl_fa3.cases import Grid
 from cutedsl_fa3.cli import app
-from cutedsl_fa3.record import META, CallRow, GemmRow, Record, Row, ScheduleRow
+from cutedsl_fa3.record import META, BackwardRow, CallRow, GemmRow, Record, Row, ScheduleRow
 from cutedsl_fa3.tables import TABLES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +97,9 @@ def test_audit_exits_with_1_on_a_difference(monkeypatch: pytest.MonkeyPatch) -> 
     assert run("audit", "--head-dim", "64").exit_code == 1
 
 
-@pytest.mark.parametrize("command", ["bench", "bench-gemm", "bench-variants", "tune"])
+@pytest.mark.parametrize(
+    "command", ["bench", "bench-backward", "bench-gemm", "bench-variants", "tune"]
+)
 def test_bench_without_a_gpu_says_what_it_needs(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +227,16 @@ def every_kind(pretended, monkeypatch) -> list[str]:
 
     monkeypatch.setattr("cutedsl_fa3.bench.measure", plain)
     monkeypatch.setattr("cutedsl_fa3.bench.measure_together", together)
+
+    def backward(cases, providers, timing, *rest) -> list[BackwardRow]:
+        asked.append(timing.name)
+        row = {"ms": 1.0, "tflops": 1.0, "max_error": 0.1, "samples": (1.0,)}
+        return [BackwardRow("fa4", "backward", **vars(case), **row) for case in cases]
+
     monkeypatch.setattr("cutedsl_fa3.bench_gemm.measure", gemm)
+    monkeypatch.setattr("cutedsl_fa3.bench_backward.measure_together", backward)
+    monkeypatch.setattr("cutedsl_fa3.bench_backward.compiled_ahead", lambda *rest: None)
+    monkeypatch.setattr("cutedsl_fa3.bench_backward.peaks", lambda *rest: iter([]))
     call = CallRow("cached call", 0, 1.0, (1.0,))
     monkeypatch.setattr("cutedsl_fa3.bench_call.measure", lambda report: iter([call]))
     return asked
@@ -247,7 +258,7 @@ def test_bench_peers_sustained_measures_both_timings_and_the_host_once(
     result = run("bench", "--peers", "--sustained", "--rounds", "4", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     names = sorted(path.name.partition("-device")[0] for path in tmp_path.iterdir())
-    of_kernels = ("bench", "gemm", "variants")
+    of_kernels = ("backward", "bench", "gemm", "variants")
     assert names == sorted(["call", *of_kernels, *(f"{kind}-sustained" for kind in of_kernels)])
     half = len(every_kind) // 2
     assert every_kind == ["burst"] * half + ["sustained"] * half
@@ -290,7 +301,13 @@ SHARED = {"--out", "--commit", "--allow-dirty"}
 
 @pytest.mark.parametrize(
     ("command", "timed"),
-    [("bench", True), ("bench-variants", True), ("bench-gemm", True), ("bench-call", False)],
+    [
+        ("bench", True),
+        ("bench-backward", True),
+        ("bench-variants", True),
+        ("bench-gemm", True),
+        ("bench-call", False),
+    ],
 )
 def test_every_measurement_takes_the_shared_options(command: str, timed: bool) -> None:
     """The call has no rounds: it counts the host's time in samples of its own."""
