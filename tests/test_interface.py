@@ -202,7 +202,7 @@ def test_addressing_rules_are_those_of_the_tensor_map(dims, offset, head_dim):
     ("schedule", "said"),
     [
         (Schedule(256, 64, consumers=2), "tile_m = 256 with consumers = 2.*use tile_m=128"),
-        (Schedule(128, 64, cluster=(2, 1)), r"cluster = \(2, 1\).*use \(1, 1\)"),
+        (Schedule(128, 64, cluster=(1, 2)), r"cluster = \(1, 2\).*use \(1, 1\)"),
     ],
 )
 def test_a_schedule_that_the_forward_cannot_follow_is_refused(schedule, said):
@@ -211,6 +211,15 @@ def test_a_schedule_that_the_forward_cannot_follow_is_refused(schedule, said):
         for function in (fa3.plan, fa3.attention):
             with pytest.raises(fa3.ScheduleError, match=said):
                 function(q, k, k, schedule=schedule)
+
+
+def test_ctas_that_would_visit_different_key_tiles_share_none():
+    q, schedule = drawn(*Q), Schedule(128, 64, cluster=(2, 1))
+    fa3.plan(q, q, q, schedule=schedule)
+    with pytest.raises(fa3.ScheduleError, match=r"cluster = \(2, 1\).*a mask.*use \(1, 1\)"):
+        fa3.plan(q, q, q, fa3.Variant(mask=fa3.masks.causal), schedule=schedule)
+    with pytest.raises(fa3.ScheduleError, match=r"cluster = \(2, 1\).*no visits; use \(1, 1\)"):
+        fa3.visits(q, q, q, schedule=schedule)
 
 
 def test_a_ring_too_deep_is_refused_naming_bytes_and_limit():
