@@ -19,22 +19,26 @@ and keys that nobody sees get exactly 0.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from .variant import Ref, Variant
+from .variant import Variant
 from .variant.derive import Derivatives, of_element, of_epilogue
-from .variant.evaluate import evaluate, evaluate_each
+from .variant.evaluate import evaluate
+from .variant.shares import Shares, add_loads, evaluate_shares
 from .variant.visits import visited_tiles
 
 LOG2_E = math.log2(math.e)
 TILE = (128, 128)  # of queries and of keys
 AT_ONCE = 1 << 20  # elements of the tiles that are worked on side by side
+WIDE_TILE, WIDE_AT_ONCE = (512, 2048), 1 << 22  # the same where a launch should be worth its time
+ROWS_AT_ONCE = 1 << 22  # elements of the rows that an epilogue's derivative is computed for
 SMALLEST_EXPONENT = -126.0  # below it a power of 2 is no normal fp32 number: the unit returns 0
 
 
@@ -88,7 +92,7 @@ def run(
     Units: scale is natural.
     Raises: VariantError naming an operation without a derivative.
     """
-    call = _Call(q, k, v, variant, scale, tile, frozenset(wanted))
+    call = _Call(q, k, v, variant, scale, tile, zeros_of(variant, wanted, _compute(q.dtype)))
     rows = _rows(call, o, lse, do, dlse)
     dq = torch.zeros(q.shape, dtype=call.compute, device=q.device)
     dk, dv = (torch.zeros(t.shape, dtype=call.compute, device=q.device) for t in (k, v))
@@ -105,10 +109,24 @@ def run(
         for whole, part in ((dk, dk_tile), (dv, dv_tile)):
             of_group = part.unflatten(1, (k.shape[2], -1)).sum(2) if part.numel() else part
             whole[:, keys.start : keys.stop] = of_group.transpose(1, 2)
-    _add_sink(call, rows)
+    if (sink := variant.sink) in call.totals and lse is not None and rows.delta is not None:
+        add_sink(call.totals[sink], variant.captures[sink], lse, rows.delta)
     return Gradients(
         (dq * call.scale).to(q.dtype), (dk * call.scale).to(k.dtype), dv.to(v.dtype), call.totals
     )
+
+
+def zeros_of(
+    variant: Variant, wanted: Collection[int], dtype: torch.dtype = torch.float32
+) -> dict[int, torch.Tensor]:
+    """Where the gradients of captured tensors are added up."""
+    found = ((n, variant.captures[n]) for n in sorted(wanted))
+    return {n: torch.zeros(t.shape, dtype=dtype, device=t.device) for n, t in found}
+
+
+def _compute(dtype: torch.dtype) -> torch.dtype:
+    """What sums over tensors of a type are held in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -121,17 +139,17 @@ class _Call:
     variant: Variant
     natural_scale: float
     tile: tuple[int, int]
-    wanted: frozenset[int]
+    totals: dict[int, torch.Tensor]
 
     @property
     def compute(self) -> torch.dtype:
         """What sums are held in."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        return _compute(self.q.dtype)
 
     @cached_property
     def scale(self) -> torch.Tensor:
         """() in the type of the sums."""
-        return torch.tensor(self.natural_scale, dtype=self.compute, device=self.q.device)
+        return torch.full((), self.natural_scale, dtype=self.compute, device=self.q.device)
 
     @property
     def group(self) -> int:
@@ -141,16 +159,6 @@ class _Call:
     @cached_property
     def element(self) -> Derivatives | None:
         return of_element(self.variant)
-
-    @cached_property
-    def totals(self) -> dict[int, torch.Tensor]:
-        captures = self.variant.captures
-        return {
-            number: torch.zeros(
-                captures[number].shape, dtype=self.compute, device=captures[number].device
-            )
-            for number in sorted(self.wanted)
-        }
 
     def rounded(self, t: torch.Tensor) -> torch.Tensor:
         """As an operand of a product: in the input type, held in that of the sums."""
@@ -171,54 +179,8 @@ class _Call:
             if len(some):
                 yield some[:, 0], some[:, 1]
 
-    def add_loads(
-        self,
-        derived: Derivatives,
-        factors: dict[int, torch.Tensor],
-        indices: dict[int, list[torch.Tensor]],
-        gradient: torch.Tensor,
-        seen: torch.Tensor | None,
-    ) -> None:
-        """Add what the loads of a function hand on, where `seen`, to the gradients asked for."""
-        for at, load in enumerate(derived.loads):
-            if load.capture not in self.wanted:
-                continue
-            share = gradient * factors[at]
-            share = share if seen is None else torch.where(seen, share, 0.0)
-            total = self.totals[load.capture]
-            if not indices[at]:
-                total += share.sum()
-                continue
-            place = torch.zeros((), dtype=torch.int64, device=share.device)
-            for index, size in zip(indices[at], total.shape, strict=True):
-                place = place * size + index.clamp(0, size - 1)
-            place = torch.broadcast_to(place, share.shape).flatten()
-            # One after the other: `index_put_` adds in an order that differs from run to run.
-            total.view(-1).index_add_(0, place, share.flatten())
-
-    def evaluated(
-        self, derived: Derivatives, inputs: dict[str, torch.Tensor | int]
-    ) -> tuple[
-        torch.Tensor,
-        dict[str, torch.Tensor],
-        dict[int, torch.Tensor],
-        dict[int, list[torch.Tensor]],
-    ]:
-        """The value, its factors by input, and factors and indices of the loads asked for."""
-        loads = {i: one for i, one in enumerate(derived.loads) if one.capture in self.wanted}
-        values = [Ref(derived.value.output), *(Ref(g.output) for g in derived.inputs.values())]
-        values += [Ref(one.factor.output) for one in loads.values()]
-        places = [i for one in loads.values() for i in one.indices]
-        captures = self.variant.captures
-        found = iter(
-            evaluate_each(
-                derived.value.nodes, [*values, *places], inputs, captures, dtype=self.compute
-            )
-        )
-        value = next(found)
-        by_input = {name: next(found) for name in derived.inputs}
-        by_load = {i: next(found) for i in loads}
-        return value, by_input, by_load, {i: [next(found) for _ in loads[i].indices] for i in loads}
+    def shares(self, derived: Derivatives, inputs: dict[str, torch.Tensor | int]) -> Shares:
+        return evaluate_shares(derived, inputs, self.variant.captures, self.totals, self.compute)
 
 
 @dataclass(frozen=True)
@@ -243,48 +205,69 @@ def _rows(
     dlse: torch.Tensor | None,
 ) -> _Rows:
     """One pass over the rows; what an epilogue loads gets its gradient here."""
-    # In one layout, so that sums over a row are added up in one order.
+    do, dlse = before_epilogue(
+        call.variant, o, lse, do, dlse, seqlen_k=call.k.shape[1], totals=call.totals
+    )
     o, do = (t.to(call.compute).contiguous() for t in (o, do))
-    through = torch.zeros((), dtype=call.compute, device=o.device)
-    if dlse is not None:
-        through = dlse.to(call.compute)
-    if (epilogue := of_epilogue(call.variant)) is not None:
-        do, by_lse = _before_epilogue(call, epilogue, o, lse, do)
-        through = through if by_lse is None else through + by_lse
     if lse is None:
         return _Rows(do, None, None)
-    lse = lse.to(call.compute)
-    delta = (do * o).sum(-1).transpose(1, 2) - through
-    return _Rows(do, lse.masked_fill(lse == -math.inf, math.inf), delta)
+    delta = (do * o).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse.to(call.compute)
+    return _Rows(do, lse.to(call.compute).masked_fill(lse == -math.inf, math.inf), delta)
 
 
-def _before_epilogue(
-    call: _Call,
-    epilogue: Derivatives,
+def before_epilogue(
+    variant: Variant,
     o: torch.Tensor,
     lse: torch.Tensor | None,
     do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
+    seqlen_k: int,
+    totals: Mapping[int, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of o, rounded as an operand, and of lse (batch, heads, seqlen_q) if it is read."""
-    batch, seqlen_q, heads, _ = o.shape
-    count = [torch.arange(n, device=o.device) for n in (batch, seqlen_q, heads)]
-    inputs: dict[str, torch.Tensor | int] = {
-        "o": o,
-        "b": count[0][:, None, None, None],
-        "q": count[1][:, None, None],
-        "h": count[2][:, None],
-        "seqlen_q": seqlen_q,
-        "seqlen_k": call.k.shape[1],
-    }
-    if lse is not None:
-        inputs["lse"] = lse.transpose(1, 2)[..., None]
-    _, by_input, factors, indices = call.evaluated(epilogue, inputs)
-    call.add_loads(epilogue, factors, indices, do, None)
+    """Gradients by the output before an epilogue and by the LSE, on any device.
+
+    do is rounded to its type again, as the operand that it will be; dlse is None where neither
+    the caller nor the epilogue gives one. What the epilogue loads is added to `totals`.
+
+    Shape: o and do (batch, seqlen_q, heads, head_dim_v), lse and dlse (batch, heads, seqlen_q);
+        memory beside the results is that of a few million elements.
+    """
+    epilogue = of_epilogue(variant)
+    if epilogue is None or do.numel() == 0:
+        return do, dlse
+    compute = _compute(do.dtype)
+    batch, seqlen_q, heads, dim = do.shape
+    b, h = (torch.arange(n, device=do.device) for n in (batch, heads))
+    through = torch.empty(do.shape, dtype=do.dtype, device=do.device)
     by_lse = None
-    if "lse" in by_input:
-        by_lse = (do * by_input["lse"]).sum(-1).transpose(1, 2)
-    through = do * by_input["o"] if "o" in by_input else torch.zeros_like(do)
-    return call.rounded(through), by_lse
+    if "lse" in epilogue.inputs:
+        by_lse = torch.empty((batch, heads, seqlen_q), dtype=compute, device=do.device)
+    together = max(1, ROWS_AT_ONCE // (batch * heads * dim))
+    for first in range(0, seqlen_q, together):
+        some = slice(first, min(first + together, seqlen_q))
+        # In one layout, so that sums over them are added up in one order.
+        given, before = (t[:, some].to(compute).contiguous() for t in (do, o))
+        inputs: dict[str, torch.Tensor | int] = {
+            "o": before,
+            "b": b[:, None, None, None],
+            "q": torch.arange(some.start, some.stop, device=do.device)[:, None, None],
+            "h": h[:, None],
+            "seqlen_q": seqlen_q,
+            "seqlen_k": seqlen_k,
+        }
+        if lse is not None:
+            inputs["lse"] = lse[..., some].to(compute).transpose(1, 2)[..., None]
+        found = evaluate_shares(epilogue, inputs, variant.captures, totals, compute)
+        add_loads(totals, found.loads, given)
+        if by_lse is not None:
+            by_lse[..., some] = (given * found.inputs["lse"]).sum(-1).transpose(1, 2)
+        through[:, some] = given * found.inputs["o"] if "o" in found.inputs else 0.0
+    if by_lse is not None and dlse is not None:
+        by_lse += dlse
+    return through, dlse if by_lse is None else by_lse
 
 
 def _visits(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -339,14 +322,19 @@ class _Tile:
             "seqlen_k": call.k.shape[1],
         }
 
-    def visible(self, masked: torch.Tensor) -> torch.Tensor:
-        """Which pairs the element mask shows, where it is applied: (cells, queries, keys)."""
+    def visible(self, masked: torch.Tensor | None = None) -> torch.Tensor:
+        """Which pairs the element mask shows, where it is applied: (cells, queries, keys).
+
+        Without `masked` it is applied everywhere, and nothing is waited for.
+        """
         shape = len(self.b), len(self.queries), len(self.keys)
         mask = self.call.variant.mask
-        if mask is None or not masked.any():
+        if mask is None or (masked is not None and not masked.any()):
             return torch.ones(shape, dtype=torch.bool, device=self.b.device)
-        shown = evaluate(mask, self.positions, self.call.variant.captures)
-        return torch.broadcast_to(shown, shape) | ~masked[:, None, None]
+        shown = torch.broadcast_to(
+            evaluate(mask, self.positions, self.call.variant.captures), shape
+        )
+        return shown if masked is None else shown | ~masked[:, None, None]
 
     def add(
         self,
@@ -356,42 +344,49 @@ class _Tile:
         masked: torch.Tensor,
     ) -> None:
         """Add what these tiles give; dk_tile and dv_tile are (batch, heads, keys, dim)."""
+        call = self.call
+        p, ds, seen = self.weighed(self.visible(masked))
+        p, do = call.rounded(p), self.of_queries(self.rows.do)
+        dv_tile[self.b, self.h] += _product(p.mT, do, seen.mT)
+        if ds is None:
+            return
+        ds, q, k = call.rounded(ds), self.of_queries(call.q), self.of_keys(call.k)
+        dk_tile[self.b, self.h] += _product(ds.mT, q, seen.mT)
+        dq[self.b, self.queries.start : self.queries.stop, self.h] += _product(ds, k, seen)
+
+    def weighed(self, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """P, dS by the raw score (None where it is 0 everywhere), and the pairs that take part.
+
+        Captured tensors get their share.
+        Shape: (cells, queries, keys), as `seen`, which the mask shows.
+        """
         call, element = self.call, self.call.element
-        q, do = self.of_queries(call.q), self.of_queries(self.rows.do)
-        k, v = self.of_keys(call.k), self.of_keys(call.v)
-        values, seen = torch.bmm(q, k.mT), self.visible(masked)
-        factor: torch.Tensor | float | None = 1.0
+        values = torch.bmm(self.of_queries(call.q), self.of_keys(call.k).mT)
+        found = None
         if element is not None:
-            values, by_input, factors, indices = call.evaluated(
-                element, {"score": values * call.scale, **self.positions}
-            )
-            values = torch.broadcast_to(values, seen.shape)
-            factor = by_input.get("score")
-        dp = torch.bmm(do, v.mT)
+            found = call.shares(element, {"score": values * call.scale, **self.positions})
+            values = torch.broadcast_to(found.value, seen.shape)
+        dp = torch.bmm(self.of_queries(self.rows.do), self.of_keys(call.v).mT)
         if self.rows.lse is not None and self.rows.delta is not None:
             seen = seen & (values != -math.inf)
             p = self.weights(values, self.of_rows(self.rows.lse))
-            ds = torch.where(seen, p * (dp - self.of_rows(self.rows.delta)), 0.0)
+            ds = p * (dp - self.of_rows(self.rows.delta))
         else:
-            p, ds = values, torch.where(seen, dp, 0.0)
-        p = call.rounded(torch.where(seen, p, 0.0))
-        dv_tile[self.b, self.h] += _product(p.mT, do, seen.mT)
-        if element is not None:
-            call.add_loads(element, factors, indices, ds, seen)
-        if factor is None:
-            return
-        if element is not None:
-            ds = torch.where(seen, ds * factor, 0.0)
-        ds = call.rounded(ds)
-        dk_tile[self.b, self.h] += _product(ds.mT, q, seen.mT)
-        dq[self.b, self.queries.start : self.queries.stop, self.h] += _product(ds, k, seen)
+            p, ds = values, dp
+        p, ds = torch.where(seen, p, 0.0), torch.where(seen, ds, 0.0)
+        if found is None:
+            return p, ds, seen
+        add_loads(call.totals, found.loads, ds, seen)
+        if "score" not in found.inputs:
+            return p, None, seen
+        return p, torch.where(seen, ds * found.inputs["score"], 0.0), seen
 
     def weights(self, values: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """exp(score - lse) of scores, which are raw products if no function changes them."""
         call = self.call
         if call.compute == torch.float64:
             return torch.exp((values if call.element is not None else values * call.scale) - lse)
-        to_log2 = torch.tensor(LOG2_E, device=lse.device)
+        to_log2 = torch.full((), LOG2_E, dtype=torch.float32, device=lse.device)
         factor = to_log2 if call.element is not None else to_log2 * call.scale
         exponents = (values.double() * factor - (lse * to_log2)).float()  # rounded once: an FMA
         return torch.exp2(exponents).masked_fill_(exponents < SMALLEST_EXPONENT, 0.0)
@@ -413,15 +408,67 @@ def _product(a: torch.Tensor, b: torch.Tensor, seen: torch.Tensor) -> torch.Tens
     return found
 
 
-def _add_sink(call: _Call, rows: _Rows) -> None:
-    """The gradient of a sink, whose weight meets no value: -exp(sink - lse) * delta."""
-    number = call.variant.sink
-    if number is None or number not in call.wanted or rows.lse is None or rows.delta is None:
+def add_sink(
+    total: torch.Tensor, sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+) -> None:
+    """Add the gradient of a sink, whose weight meets no value: -exp(sink - lse) * delta.
+
+    Shape: lse and delta (batch, heads, seqlen_q), a natural logarithm; sink and total (heads,)
+        or ().
+    """
+    each = sink.to(total.dtype).expand(lse.shape[1])[:, None]
+    # Equal where the sink has all of the row, be it -inf, as in a row with nothing at all.
+    weight = torch.where(each == lse, 1.0, torch.exp(each - lse))
+    shares = -(weight * delta).sum((0, 2))
+    total.add_(shares if sink.ndim else shares.sum())
+
+
+@torch.no_grad()
+def of_captures(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant,
+    lse: torch.Tensor | None,
+    do: torch.Tensor,
+    delta: torch.Tensor | None,
+    totals: dict[int, torch.Tensor],
+    *,
+    scale: float,
+    tile: tuple[int, int] = WIDE_TILE,
+) -> None:
+    """Add what scores and weights hand on to captured tensors, in an order that is always the same.
+
+    A second pass over all pairs, in torch on any device, for where a kernel adds in the order in
+    which its parts come. It waits for nothing, so it can be part of a CUDA graph: only tiles that
+    the mask hides whatever memory holds are left out.
+
+    Shape: lse and delta (batch, heads, seqlen_q), natural, do as the output before an epilogue;
+        memory is that of some tiles of a few million elements.
+    """
+    if 0 in (q.numel(), k.numel()):
         return
-    sink = call.variant.captures[number].to(call.compute)
-    each = sink.expand(call.q.shape[2])[:, None]
-    # Equal where the sink has all of the row; +inf stands for -inf, of a row with nothing at all.
-    alone = (each == rows.lse) | ((each == -math.inf) & (rows.lse == math.inf))
-    weight = torch.where(alone, 1.0, torch.exp(each - rows.lse))
-    shares = -(weight * rows.delta).sum((0, 2))
-    call.totals[number].add_(shares if sink.ndim else shares.sum())
+    call = _Call(q, k, v, variant, scale, tile, totals)
+    if lse is not None:
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+    rows = _Rows(do, lse, delta)
+    cells = torch.arange(q.shape[0] * q.shape[2], device=q.device)
+    pairs = min(tile[0], q.shape[1]) * min(tile[1], k.shape[1])
+    together = max(1, WIDE_AT_ONCE // pairs)
+    for m_block, n_block in _may_meet(call):
+        for some in cells.split(together):
+            b, h = some // q.shape[2], some % q.shape[2]
+            pair = _Tile(call, rows, b, h, call.span(m_block, 0), call.span(n_block, 1))
+            pair.weighed(pair.visible())
+
+
+def _may_meet(call: _Call) -> list[tuple[int, int]]:
+    """Tiles of queries and keys that some head may visit, as far as the host knows."""
+    batch, seqlen_q, heads, _ = call.q.shape
+    lengths = seqlen_q, call.k.shape[1]
+    mask = call.variant.mask
+    if mask is not None and mask.captures:  # who can tell
+        counts = (range(-(-n // size)) for n, size in zip(lengths, call.tile, strict=True))
+        return list(itertools.product(*counts))
+    visited, _ = visited_tiles(mask, (), batch, heads, *lengths, *call.tile)
+    return [(m, n) for m, n in visited.any(0).any(0).nonzero().tolist()]

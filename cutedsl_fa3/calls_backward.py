@@ -1,4 +1,4 @@
-"""Gradients of q, k and v on a GPU: allocate, launch, return."""
+"""Gradients of q, k and v, and of what a variant captures: allocate, launch, return."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from . import cache
+from . import backward as twin
+from . import cache, calls
 from .backward import Gradients
 from .errors import LayoutError, Unsupported
 from .inputs import (
+    ALIGNED,
     NAMES,
     addressable,
     as_numbers,
     check_addresses,
+    check_device,
     check_tensors,
     checked_scale,
+    without_scores,
 )
 from .kernels.sm90.backward.schedule import BackwardSchedule
+from .kernels.sm90.backward.work import FLAGGED
+from .pipelines import ScheduleError
 from .plans_backward import BackwardPlan
 from .problem import Problem
 from .schedules_backward import tile_dims
@@ -27,7 +33,10 @@ from .variant.derive import of_element
 from .variant.pairs import dense
 
 # By variant, which may be freed meanwhile: neither keys nor values refer to it.
-_launchers: weakref.WeakKeyDictionary[Variant, dict[tuple, tuple]] = weakref.WeakKeyDictionary()
+_launchers: weakref.WeakKeyDictionary[
+    Variant, dict[tuple, tuple[Callable[..., None], BackwardSchedule]]
+] = weakref.WeakKeyDictionary()
+_before: weakref.WeakKeyDictionary[Variant, Variant] = weakref.WeakKeyDictionary()
 
 
 def backward(
@@ -45,42 +54,112 @@ def backward(
     deterministic: bool = False,
     schedule: BackwardSchedule | None = None,
 ) -> Gradients:
-    """Gradients of an attention whose result was `out` and `lse`.
+    """Gradients of an attention: by the kernels, of CPU tensors by their twin.
 
-    Shape: as in the forward; dout as out, dlse as lse (batch, heads, seqlen_q). dout may have any
-    strides; where a kernel cannot read it, it is copied. `wanted`: numbers of the captured tensors
-    whose gradients are asked for, which come in fp32. `deterministic`: equal inputs give equal
-    bits; otherwise dq is a sum in the order in which its parts come.
+    `out` is the output before an epilogue, `dout` the gradient of the output after it. `dout` may
+    have any strides; where a kernel cannot read it, it is copied. `wanted`: numbers of the captured
+    tensors whose gradients are asked for, which come in fp32. `deterministic`: equal inputs give
+    equal bits; otherwise dq and the gradients of captured tensors are sums in the order in which
+    their parts come. Those that scores and weights read take a second pass over all pairs then.
+
+    Shape: as in the forward; dout as out, lse and dlse (batch, heads, seqlen_q) fp32, lse None for
+        weights by Elementwise. Memory beside the results grows with the lengths, not their product.
     Raises: Unsupported, ScheduleError, LayoutError.
     """
     check_tensors(q, k, v, variant)
+    check_device(q, k, v, variant)
+    check_served(q, v)
     _check_results(q, v, out, lse, dout, dlse)
-    if variant.epilogue is not None:
-        raise Unsupported(
-            "variant has an epilogue: a kernel's gradients begin at the output before it; give "
-            "variant.without_epilogue(), its output, and dout times d out / d o"
-        )
     if (lse is not None) != variant.has_lse or (dlse is not None and lse is None):
         given = "None" if lse is None else "a tensor"
         raise Unsupported(
             f"lse is {given}: it is needed where the softmax has one, which Elementwise has not"
         )
     scale = checked_scale(scale, q.shape[3])
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    captured = {
-        n: torch.zeros(variant.captures[n].shape, dtype=torch.float32, device=q.device)
-        for n in wanted
-    }
-    if q.numel() == 0 or k.numel() == 0:
-        return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), captured)
-    read = tuple(n for n in captured if n in _read_by_elements(variant))
-    if read and deterministic:
-        raise Unsupported(
-            f"deterministic = True with gradients of captured tensors {read}: these are sums in "
-            "the order in which their parts come; ask for either"
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if calls.emulated(q.device) or without_scores(q, k):
+            return twin.run(q, k, v, variant, out, lse, dout, dlse, scale=scale, wanted=wanted)
+        captured = twin.zeros_of(variant, wanted)
+        dout, dlse = twin.before_epilogue(
+            variant, out, lse, dout, dlse, seqlen_k=k.shape[1], totals=captured
         )
+        raw = without_epilogue(variant)
+        options = (scale, deterministic, schedule)
+        dq, dk, dv = _launched(q, k, v, out, lse, dout, dlse, raw, captured, options)
+    return Gradients(dq, dk, dv, captured)
+
+
+def _launched(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    variant: Variant,
+    captured: dict[int, torch.Tensor],
+    options: tuple[float, bool, BackwardSchedule | None],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv of a variant without an epilogue; `captured` gets what there is to add.
+
+    Everything is on the current stream of the tensors' device, and nothing waits for it.
+    """
+    scale, deterministic, schedule = options
+    read = tuple(n for n in captured if n in _read_by_elements(variant))
+    again = read if deterministic else ()  # a kernel adds to these as its parts come
     kind = (q.dtype, q.shape[3], v.shape[3])
-    launch, plan = _launcher(variant, *kind, schedule, dlse is not None, deterministic, read)
+    in_kernel = () if again else read
+    launch, plan = _launcher(variant, *kind, schedule, dlse is not None, deterministic, in_kernel)
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    rows, sums, table, turns, flags = _workspace(plan, q, k)
+    check_addresses(variant.captures)
+    captures = as_numbers(variant.captures)
+    q, k, v, out, dout = (_readable(t) for t in (q, k, v, out, dout))
+    with torch.cuda.device(q.device):
+        launch(
+            q, k, v, out, lse, dout, dlse, dq, dk, dv, captures,
+            table, rows[0], rows[1], sums, turns,
+            tuple(_with_dimension(captured[n]) for n in in_kernel) or None, flags, scale,
+        )  # fmt: skip
+    delta = None if lse is None else rows[1][..., : q.shape[1]]
+    if again:
+        totals = {n: captured[n] for n in again}
+        twin.of_captures(q, k, v, variant, lse, dout, delta, totals, scale=scale)
+    if variant.sink in captured and lse is not None and delta is not None:
+        sink = variant.captures[variant.sink]
+        twin.add_sink(captured[variant.sink], sink, lse, delta)
+    return dq, dk, dv
+
+
+def check_served(q: torch.Tensor, v: torch.Tensor) -> None:
+    """That gradients of a call for these tensors can be computed; CPU tensors have a twin.
+
+    Raises: Unsupported naming the head sizes and those that there are kernels for.
+    """
+    if calls.emulated(q.device):
+        return
+    try:
+        tile_dims(Problem(NAMES[q.dtype], q.shape[3], v.shape[3]))
+    except ScheduleError as error:
+        raise Unsupported(
+            f"a gradient is asked for and {error}; cutedsl_fa3.reference.attention is "
+            "differentiable and computes the same variant, and under torch.no_grad() attention "
+            "returns the output alone"
+        ) from None
+
+
+def without_epilogue(variant: Variant) -> Variant:
+    """The variant up to its epilogue, the same object each time: kernels are found by it."""
+    if variant.epilogue is None and "epilogue" not in variant.marked:
+        return variant
+    return _before.get(variant) or _before.setdefault(variant, variant.without_epilogue())
+
+
+def _workspace(
+    plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Each row's LSE and delta, the sums of dQ, summaries of blocks, turns and flags: O(seqlen)."""
     s = plan.schedule
     batch, seqlen_q, heads, _ = q.shape
     tiles = -(-seqlen_q // s.tile_m)
@@ -90,23 +169,12 @@ def backward(
     shape = plan.table_shape(batch, heads, seqlen_q, k.shape[1])
     table = None if shape is None else torch.empty(shape, dtype=torch.int32, device=q.device)
     turns = None
-    if deterministic:
-        turns = torch.empty(batch, heads, tiles, dtype=torch.int32, device=q.device).permute(
-            2, 1, 0
-        )
-    check_addresses(variant.captures)
-    captures = as_numbers(variant.captures)
-    q, k, v, out, dout = (_readable(t.detach()) for t in (q, k, v, out, dout))
-    with torch.cuda.device(q.device):
-        launch(
-            q, k, v, out, _detached(lse), dout, _detached(dlse), dq, dk, dv, captures,
-            table, rows[0], rows[1], sums, turns,
-            tuple(_with_dimension(captured[n]) for n in read) or None, scale,
-        )  # fmt: skip
-    if variant.sink in captured:
-        delta = rows[1][..., :seqlen_q]
-        _add_sink(captured[variant.sink], variant.captures[variant.sink].detach(), lse, delta)
-    return Gradients(dq, dk, dv, captured)
+    if plan.deterministic:
+        turns = torch.empty(batch, heads, tiles, dtype=torch.int32, device=q.device)
+        turns = turns.permute(2, 1, 0)
+    of_head = -(-k.shape[1] // s.tile_n) * (s.tile_n // FLAGGED)
+    flags = torch.empty(batch * k.shape[2] * of_head, dtype=torch.int32, device=q.device)
+    return rows, sums, table, turns, flags
 
 
 def _with_dimension(t: torch.Tensor) -> torch.Tensor:
@@ -118,18 +186,6 @@ def _read_by_elements(variant: Variant) -> frozenset[int]:
     """The captured tensors that have a gradient through scores or weights."""
     derived = of_element(variant)
     return frozenset() if derived is None else frozenset(derived.captures)
-
-
-def _add_sink(
-    sums: torch.Tensor, sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
-) -> None:
-    """A sink takes weight and has no value: it gets -exp(sink - lse) * delta of each row.
-
-    Shape: lse, delta (batch, heads, seqlen_q); sink and sums (heads,) or ().
-    """
-    weight = torch.exp(sink.float().reshape(-1, 1) - lse)
-    by_head = -(weight * delta).sum(dim=(0, 2))
-    sums += by_head if sums.dim() else by_head.sum()
 
 
 def _check_results(
@@ -157,12 +213,10 @@ def _check_results(
             )
 
 
-def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.detach()
-
-
 def _readable(t: torch.Tensor) -> torch.Tensor:
     """The tensor as TMA can read it, or a copy of it where it cannot."""
+    if t.is_neg() or t.stride(3) != 1 or t.data_ptr() % ALIGNED:
+        return t.resolve_neg().clone(memory_format=torch.contiguous_format)
     try:
         return addressable("tensor", t)
     except LayoutError:
@@ -194,13 +248,13 @@ def _launcher(
     )
     known = _launchers.setdefault(variant, {})
     problem = Problem(NAMES[dtype], head_dim, head_dim_v)
-    if schedule is None:
-        plan = BackwardPlan.default(
-            variant, problem, has_dlse=has_dlse, deterministic=deterministic, wanted=wanted
-        )
-    else:
-        plan = BackwardPlan(variant, problem, schedule, has_dlse, deterministic, wanted)
     if key not in known:
+        options = {"has_dlse": has_dlse, "deterministic": deterministic, "wanted": wanted}
+        if schedule is None:
+            plan = BackwardPlan.default(variant, problem, **options)
+        else:
+            plan = BackwardPlan(variant, problem, schedule, **options)
         plan.check()
-        known[key] = (cache.get(plan.kernel).launch,)
-    return known[key][0], plan
+        known[key] = cache.get(plan.kernel).launch, plan.schedule
+    launch, schedule = known[key]
+    return launch, BackwardPlan(variant, problem, schedule, has_dlse, deterministic, wanted)

@@ -19,6 +19,7 @@ from . import (
     cli_ladder,  # noqa: F401  # whose command is one of cli_bench's
     cli_ledger,
     cli_model,
+    cli_timeline,
     cli_train,  # noqa: F401  # likewise
 )
 
@@ -49,18 +50,28 @@ def chosen_plan(
     consumers: Annotated[int | None, typer.Option(help="Consumer warpgroups.")] = None,
     overlap: Annotated[str | None, typer.Option(help="none, pingpong, intra or both.")] = None,
     pack: Annotated[int | None, typer.Option(help="Query heads that share a tile.")] = None,
+    *,
+    sizes: Any = None,
+    device: str = "cpu",
 ) -> Any:
     """The plan that the shared options describe, for any lengths, batch and number of heads.
 
-    An option left out keeps the measured schedule's choice.
+    An option left out keeps the measured schedule's choice. `sizes` (no option) are the `Extents`
+    of one call, whose captured tensors lie on `device`.
     """
     from .named import Lengths, named
     from .plans import Plan
     from .problem import Problem
-    from .schedules import default_schedule
+    from .schedules import default_schedule, schedule_for
 
     problem = Problem(dtype, head_dim, head_dim_v or head_dim)
-    traced = named(variant, Lengths(heads=1, seqlen_q=1, seqlen_k=1)).variant  # sizes stay dynamic
+    if sizes is None:  # they stay dynamic
+        traced = named(variant, Lengths(heads=1, seqlen_q=1, seqlen_k=1)).variant
+        usual = default_schedule(traced, problem)
+    else:
+        lengths = Lengths(sizes.heads, sizes.seqlen_q, sizes.seqlen_k, device)
+        traced = named(variant, lengths).variant
+        usual = schedule_for(traced, problem, sizes)
     asked = {
         "tile_m": tile_m,
         "tile_n": tile_n,
@@ -70,25 +81,33 @@ def chosen_plan(
         "pack": pack,
     }
     given = {name: value for name, value in asked.items() if value is not None}
-    plan = Plan(traced, problem, replace(default_schedule(traced, problem), **given))
+    plan = Plan(traced, problem, replace(usual, **given))
     plan.check()
     return plan
 
 
-def planned(action: Callable[..., None]) -> Callable[..., None]:
-    """A command whose options are those of `chosen_plan`, then those of `action` past its plan."""
-    shared = list(inspect.signature(chosen_plan).parameters.values())
-    own = list(inspect.signature(action).parameters.values())[1:]
+def planned(
+    action: Callable[..., None], of_call: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> Callable[..., None]:
+    """A command whose options are those of `chosen_plan`, then those of `action` past its plan.
+
+    `of_call`: from the action's options to `sizes` and `device` of one call; the action is then
+    also given the variant's name.
+    """
+    every = inspect.signature(chosen_plan).parameters.values()
+    shared = [each for each in every if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    given = 1 if of_call is None else 2
+    own = list(inspect.signature(action, eval_str=True).parameters.values())[given:]
 
     def command(**options: Any) -> None:
         cli_bench.need_compiler()
         extra = {parameter.name: options.pop(parameter.name) for parameter in own}
         try:
-            plan = chosen_plan(**options)
+            plan = chosen_plan(**options, **({} if of_call is None else of_call(extra)))
         except ValueError as error:  # every refusal of a plan is one
             typer.echo(f"refused: {error}", err=True)
             raise typer.Exit(2) from None
-        action(plan, **extra)
+        action(plan, *([] if of_call is None else [options["variant"]]), **extra)
 
     command.__name__, command.__doc__ = action.__name__, action.__doc__
     command.__signature__ = inspect.Signature([*shared, *own])
@@ -182,3 +201,4 @@ app.add_typer(cli_bench.app)
 app.command("doctor")(cli_doctor.run_doctor)
 app.command("ledger")(cli_ledger.run_ledger)
 app.command("model")(planned(cli_model.run_model))
+app.command("timeline")(planned(cli_timeline.run_timeline, cli_timeline.of_call))

@@ -73,9 +73,10 @@ def attention(
         heads is a multiple of kv_heads; query head h reads key head h // (heads // kv_heads).
     Units: scale is natural; default 1 / sqrt(head_dim).
     Without `schedule` the one that `tune` kept for such a call, else the measured table's.
-    Differentiable, once, on CPU tensors: in q, k, v, in captured floating tensors and in a sink;
-    `deterministic` asks for gradients that are equal bit by bit each time. On a GPU asking for a
-    gradient raises Unsupported: the backward kernels are not behind it yet.
+    Differentiable, once: in q, k, v, in captured floating tensors and in a sink. `deterministic`,
+    or `torch.use_deterministic_algorithms`, asks for gradients that are equal bit by bit each time;
+    those of captured tensors then take a second pass over all pairs, in torch. On a GPU a gradient
+    for head sizes without a backward kernel is refused here, not by the backward.
     Raises: Unsupported, LayoutError, ScheduleError, VariantError before any launch.
     """
     variant = PLAIN if variant is None else variant

@@ -18,10 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from . import calls
 from .calls import Result
 from .errors import Unsupported
-from .inputs import check_tensors, checked_scale
+from .inputs import check_tensors
 from .pipelines import Schedule
 from .variant import Variant
 from .variant.variant import by_handle
@@ -29,10 +28,6 @@ from .variant.variant import by_handle
 Options = tuple[float | None, Schedule | None, bool]  # scale, schedule, deterministic
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts; never float64
 
-NO_KERNEL = (
-    "attention has no backward on a GPU yet; cutedsl_fa3.reference.attention is differentiable and "
-    "computes the same variant, and CPU tensors have a backward"
-)
 FORWARD_MODE = (
     "attention has no forward-mode derivative; cutedsl_fa3.reference.attention is differentiable "
     "and computes the same variant"
@@ -54,11 +49,15 @@ def attend(
 ) -> Result:
     """A call that was checked, eagerly and differentiable; an operator takes ten times as long.
 
-    Raises: Unsupported for tangents of forward-mode derivatives.
+    Raises: Unsupported for tangents of forward-mode derivatives, and where there is no backward.
     """
+    from . import calls_backward  # which only gradients need
+
     captures = variant.captures
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v, *captures)
+    else:
+        calls_backward.check_served(q, v)
     return _Attention.apply(call, variant, options, q, k, v, *captures)
 
 
@@ -206,6 +205,10 @@ def _(
     deterministic: bool,
     wanted: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    from . import calls_backward
+
+    if isinstance(q.shape[3], int) and isinstance(v.shape[3], int):
+        calls_backward.check_served(q, v)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     return dq, dk, dv, [captures[i].new_empty(captures[i].shape) for i in wanted]
 
@@ -216,7 +219,7 @@ def _forward(
     """The call itself, without gradients; checked as any other."""
     from . import interface  # which imports this module
 
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         return interface._call(q, k, v, variant, *options, reads_lse=True)
 
 
@@ -235,17 +238,19 @@ def _gradients(
 
     Raises: Unsupported where there is no kernel.
     """
-    from . import backward  # which only gradients need
+    from . import calls_backward  # which only gradients need
 
     q, k, v, out, lse = saved
-    if not calls.emulated(q.device):
-        raise Unsupported(NO_KERNEL)
+    scale, _, deterministic = options
     do = torch.zeros_like(out) if do is None else do
-    raw = variant.without_epilogue()
+    raw = calls_backward.without_epilogue(variant)
     if raw is not variant:  # what the epilogue was given is not kept from the forward
         out, lse = _forward(q, k, v, raw, options)
-    scale = checked_scale(options[0], q.shape[3])
-    found = backward.run(q, k, v, variant, out, lse, do, dlse, scale=scale, wanted=wanted)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    found = calls_backward.backward(
+        q, k, v, out, lse, do, variant, scale,
+        dlse=dlse, wanted=wanted, deterministic=deterministic,
+    )  # fmt: skip
     of_captures = [found.captures[i].to(variant.captures[i].dtype) for i in wanted]
     return [found.q, found.k, found.v, *of_captures]
 

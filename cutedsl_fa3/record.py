@@ -2,9 +2,9 @@
 
 A record is a file of `meta` (everything needed to repeat the run) and `rows`; the first word of its
 name says what was measured: `bench` and `variants` (rows of `Row`), `gemm` (`GemmRow`), `tune`,
-`table` and `leads` (`ScheduleRow`), `ladder` (`LadderRow`), `call` (`CallRow`) or `train`
-(`TrainRow`). One marked `partial` holds what was measured before a run ended early; no table is
-made from it.
+`table` and `leads` (`ScheduleRow`), `ladder` (`LadderRow`), `call` (`CallRow`), `train`
+(`TrainRow`) or `timeline` (`TimelineRow`). One marked `partial` holds what was measured before a
+run ended early; no table is made from it.
 """
 
 from __future__ import annotations
@@ -189,6 +189,34 @@ class TrainRow:
     peak_bytes: int
 
 
+@dataclass(frozen=True)
+class TimelineRow:
+    """What one CTA of a call did when (timeline/); `schedule` has the fields of a `Schedule`.
+
+    `intervals`: (lane, kind, what, tile, start, end). `dropped`: stamps that found no room. `ghz`:
+    how fast its multiprocessor ran, None where that is not known. `slowdown`: time of the kernel
+    that notes the clock over that of the shipped one.
+    Units: clocks.
+    """
+
+    variant: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads: int
+    kv_heads: int
+    schedule: dict[str, Any]
+    title: str
+    cta: int
+    dropped: int
+    ghz: float | None
+    slowdown: float
+    intervals: tuple[tuple[str, str, str, int, float, float], ...]
+
+
 _MEASURED = ("provider", "ms", "tflops", "max_error", "samples")
 
 
@@ -223,10 +251,13 @@ class Record:
 
 def _row(
     written: dict[str, Any],
-) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow | TrainRow:
+) -> Row | GemmRow | ScheduleRow | LadderRow | CallRow | TrainRow | TimelineRow:
     read = _tuples(written)
     if "losses" in read:
         return TrainRow(**{name: _deep(value) for name, value in written.items()})
+    if "intervals" in read:
+        kept = _tuples(written["schedule"])
+        return TimelineRow(**{n: _deep(v) for n, v in written.items()} | {"schedule": kept})
     if "step" in read:
         return CallRow(**read)
     if "rung" in read:

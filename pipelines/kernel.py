@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineAsync, pipeline_init_arrive, pipeline_init_wait
 from cutlass.pipeline.sm90 import ImmutableResourceHandle
@@ -389,6 +389,13 @@ class WarpSpecialized:
     def stored(self) -> None:
         """Wait, in the warp that stores, until all its stores have read shared memory."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def complete(self, product: str, running: int = 0) -> None:
+        """Wait, in a warpgroup, until its WGMMAs are complete but for the last `running` groups.
+
+        `product` says which one is waited for, in a word.
+        """
+        warpgroup.wait_group(running)
 
     @cute.jit
     def run_roles(self, io, smem, ends):

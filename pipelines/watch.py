@@ -20,24 +20,20 @@ by other means than rings and `self.barriers` counts as running.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.pipeline import NamedBarrier, PipelineAsync
 
 from cutedsl_fa3.layouts import Buffer, SmemPlan
 
-from .barriers import Barriers
+from .debug_build import DebugBuild, derived
 from .kernel import WarpSpecialized
 from .ring import WORD_BYTES
 from .roles import WARP
-from .schedule import ScheduleError
 from .waits import (
     ENDED,
     HEADER,
@@ -76,54 +72,22 @@ def watched(kernel: WarpSpecialized) -> Watched:
 
     Raises: ScheduleError for what is no WarpSpecialized kernel.
     """
-    if not isinstance(kernel, WarpSpecialized):
-        raise ScheduleError(
-            f"kernel = {kernel!r}: only a WarpSpecialized kernel can be watched, because its waits "
-            "are known by its tables"
-        )
-    if isinstance(kernel, Watched):
-        return kernel
-    made = object.__new__(_class(type(kernel)))
-    made.__dict__.update(vars(kernel))
-    made._unwatched, made._watcher = kernel, None
+    made = derived(Watched, kernel, "watched")
     made.residents = 1  # a share of the registers leaves none for the watch
     return made
 
 
-@functools.cache
-def _class(of: type) -> type:
-    return type(f"Watched{of.__name__}", (Watched, of), {"_of": of, "__module__": __name__})
-
-
-class Watched(WarpSpecialized):
+class Watched(DebugBuild):
     """Mixed into a kernel's class by `watched`."""
 
-    _of: ClassVar[type]
-    _unwatched: WarpSpecialized
-    _watcher: Watcher | None  # while the kernel is traced
-
-    @property
-    def barriers(self) -> Barriers:
-        """The kernel's named barriers, which note their waits while it is traced."""
-        found = self._unwatched.barriers
-        if self._watcher is None:
-            return found
-        return WatchedBarriers(found.table, self._watcher, 2 * len(self.rings))
-
-    @property
-    def name(self) -> str:
-        """The kernel's own, and that it is watched."""
-        return f"{self._unwatched.name}_watched"
-
-    @property
-    def key_text(self) -> str:
-        """The kernel's own, and that this is another build of it."""
-        return f"{self._unwatched.key_text}\ndebug build: warps note their waits, one watches"
+    kind: ClassVar[str] = "watched"
+    says: ClassVar[str] = "warps note their waits, one watches"
+    noter: Watcher | None  # while the kernel is traced
 
     @property
     def report_plan(self) -> ReportPlan:
         """The words of a launch's report."""
-        return ReportPlan.of(self._unwatched)
+        return ReportPlan.of(self.shipped)
 
     @property
     def adds_warp(self) -> bool:
@@ -142,64 +106,24 @@ class Watched(WarpSpecialized):
         words = Buffer("waits", (2 * warps + 1) * WORD_BYTES, align=2 * WORD_BYTES)
         return replace(plan, buffers=(*plan.buffers, words))
 
-    def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `host`."""
-        *arguments, stream = self._unwatched.fake_args()
-        return tuple(arguments), Report(Int64(0), Int64(0), Int32(0)), stream
+    def fake_extra(self) -> Report:
+        """A stand-in for the report."""
+        return Report(Int64(0), Int64(0), Int32(0))
 
     # Traced from here on.
 
-    @cute.jit
-    def host(self, arguments, report: Report, stream):
-        """The kernel's own host function, whose launch is watched."""
-        self._launch_own(arguments, report, stream)
-
-    def _launch_own(self, arguments: tuple, report: Report, stream: object) -> None:
-        self._report, self._launched = report, False
-        self._of.host(self, *arguments, stream)
-        if not self._launched:
-            raise ScheduleError(
-                f"{self._of.__name__}.host: its kernel is not launched by self.launch(), so its "
-                "waits cannot be watched"
-            )
-
-    def staged(self, io: object) -> object:
-        """What is launched: the watched kernel, with the report as a second argument."""
-        self._launched = True
-        return self.watched_kernel(io, self._report)
-
-    @cute.kernel
-    def watched_kernel(self, io, report: Report):
-        """As `kernel`, where all warps note that they run before any may wait."""
-        smem, mbarriers = self.open_storage()
-        self._begin(mbarriers, report)
-        if cutlass.const_expr(bool(self.accumulators)):
-            self.allocate_tmem(smem)
-        ends = self.open_rings(mbarriers)
-        self.run_roles(io, smem, ends)
-        if cutlass.const_expr(self.adds_warp):
-            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.report_plan.warps:
-                self._watcher.observe()
-        self._end()
-
-    def _begin(self, mbarriers: cute.Pointer, report: Report) -> None:
+    def begin(self, mbarriers: cute.Pointer, extra: Report) -> Watcher:
+        """The words of this CTA: all warps note that they run before any may wait."""
         plan = self.smem
         words = mbarriers + (plan.offset("waits") - plan.offset("mbarriers"))
-        self._watcher = Watcher(self.report_plan, words, mbarriers, report)
+        return Watcher(self.report_plan, words, mbarriers, extra)
 
-    def _end(self) -> None:
-        self._watcher = None
-
-    def participants(self, name: str, pipeline: PipelineAsync) -> tuple:
-        """The ends of a ring, which note their waits."""
-        place = 2 * list(self.rings).index(name)
-        empty, full = pipeline.sync_object_empty, pipeline.sync_object_full
-        noted = replace(
-            pipeline,
-            sync_object_empty=WatchedMbarriers(empty, self._watcher, place),
-            sync_object_full=WatchedMbarriers(full, self._watcher, place + 1),
-        )
-        return noted.make_participants()
+    @cute.jit
+    def after_roles(self):
+        """A warp of its own watches."""
+        if cutlass.const_expr(self.adds_warp):
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.report_plan.warps:
+                self.noter.observe()
 
     def run_role(
         self,
@@ -211,9 +135,9 @@ class Watched(WarpSpecialized):
     ) -> None:
         """The role, then the note that this warp has ended; the first that has may watch."""
         super().run_role(name, io, smem, ports, thread)
-        self._watcher.note(ENDED)
+        self.noter.note(ENDED)
         if not self.adds_warp:
-            self._watcher.observe_first()
+            self.noter.observe_first()
 
 
 class Watcher:
@@ -240,6 +164,16 @@ class Watcher:
             self.note(RUNS)
         if self.warp == 0:
             _write(self.taken, 0)
+
+    def begin_wait(
+        self, place: int | Int32, index: int | Int32 = 0, phase: int | Int32 = 0
+    ) -> None:
+        """This warp waits."""
+        self.note(wait_code(place, index, phase))
+
+    def end_wait(self, place: int | Int32) -> None:
+        """It goes on."""
+        self.note(RUNS)
 
     def note(self, at: int | Int32) -> None:
         """Say where this warp is from now on; all lanes that are there write the same."""
@@ -315,56 +249,6 @@ class Watcher:
         """The address of a word of the report."""
         at = self.report.address + Int64(index) * WORD_BYTES
         return cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=WORD_BYTES)
-
-
-class WatchedMbarriers:
-    """A row of a ring's mbarriers, where every wait is noted."""
-
-    def __init__(self, mbarriers: Any, watcher: Watcher, place: int) -> None:
-        self.mbarriers, self.watcher, self.place = mbarriers, watcher, place
-
-    def wait(self, index: Int32, phase: Int32, **where: Any) -> None:
-        """Note the wait, wait, note that it is over."""
-        self.watcher.note(wait_code(self.place, index, phase))
-        self.mbarriers.wait(index, phase, **where)
-        self.watcher.note(RUNS)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.mbarriers, name)
-
-
-@dataclass(frozen=True)
-class WatchedBarrier(NamedBarrier):
-    """A named barrier where every wait is noted."""
-
-    watcher: Watcher
-    place: int | Int32
-
-    def wait_unaligned(self, **where: Any) -> None:
-        """Note the wait, wait, note that it is over."""
-        self.watcher.note(wait_code(self.place))
-        super().wait_unaligned(**where)
-        self.watcher.note(RUNS)
-
-    def arrive_and_wait(self, **where: Any) -> None:
-        """Note the wait, wait, note that it is over."""
-        self.watcher.note(wait_code(self.place))
-        super().arrive_and_wait(**where)
-        self.watcher.note(RUNS)
-
-
-class WatchedBarriers(Barriers):
-    """The named barriers of a kernel, where every wait is noted; their places begin at `first`."""
-
-    def __init__(self, table: Mapping[str, Any], watcher: Watcher, first: int) -> None:
-        super().__init__(table)
-        object.__setattr__(self, "watcher", watcher)
-        object.__setattr__(self, "first", first)
-
-    def __getitem__(self, key: tuple[str, int | Int32] | str) -> NamedBarrier:
-        found = super().__getitem__(key)
-        number = found.barrier_id
-        return WatchedBarrier(number, found.num_threads, self.watcher, self.first + number)
 
 
 def _now() -> Int32:

@@ -14,7 +14,7 @@ import cutlass.torch
 import pytest
 import torch
 
-from cutedsl_fa3 import cache, calls, interface
+from cutedsl_fa3 import cache, calls, calls_backward, interface
 from cutedsl_fa3.compile import Resources
 
 
@@ -101,6 +101,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(cache, "get", made.get)
     monkeypatch.setattr(interface, "_calls", {})  # real ones are for the CPU
     monkeypatch.setattr(calls, "_launchers", WeakKeyDictionary())
+    monkeypatch.setattr(calls_backward, "_launchers", WeakKeyDictionary())
     monkeypatch.setattr(calls, "emulated", lambda device: False)
     monkeypatch.setattr(calls, "current_device", lambda: made.current)
     monkeypatch.setattr(calls, "counter", made.counter)

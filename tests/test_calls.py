@@ -360,20 +360,6 @@ def test_the_current_device_is_left_as_found_by_a_launch_that_fails(gpu):
     assert gpu.current == 1
 
 
-@pytest.mark.parametrize("place", ["q", "k", "v", "captured"])
-def test_a_gradient_is_refused_with_what_to_do_instead(gpu, place):
-    tensors = {name: drawn(*Q) for name in "qkv"} | {"captured": torch.rand(4)}
-    tensors[place].requires_grad_()
-    q, k, v, slopes = tensors.values()
-    out, lse = fa3.attention_with_lse(q, k, v, by_head(slopes))
-    assert len(gpu.launches) == 1
-    for result in (out, lse):
-        with pytest.raises(fa3.Unsupported, match=r"no backward .*reference"):
-            result.sum().backward()
-    with torch.no_grad():
-        assert not fa3.attention(q, k, v, by_head(slopes)).requires_grad
-
-
 def test_a_forward_mode_derivative_is_refused_not_dropped(gpu):
     q = drawn(*Q)
     with torch.autograd.forward_ad.dual_level():

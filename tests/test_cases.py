@@ -40,7 +40,7 @@ def test_the_usual_grid_has_every_native_size_and_short_lengths_at_two_of_them()
     assert {c.variant for c in cases} == {"full", "causal"}
     assert {c.head_dim for c in cases if c.seqlen_q == 1024} == {64, 128, 256}
     assert {(c.head_dim, c.head_dim_v) for c in cases if c.seqlen_q == 16384} == set(HEAD_DIMS)
-    assert len(cases) == 28
+    assert len(cases) == 30
 
 
 def test_head_sizes_are_given_as_one_number_or_two() -> None:

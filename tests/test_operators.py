@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from twin_cases import BATCH, HEADS, KV_HEADS, drawn, variants
 
 import cutedsl_fa3 as fa3
-from cutedsl_fa3 import Elementwise, OnlineSoftmax, masks, operators
+from cutedsl_fa3 import Elementwise, OnlineSoftmax, masks, operators, schedules_backward
 
 SIZES = (BATCH, 40, 50, HEADS, KV_HEADS, 64)
 
@@ -348,6 +348,37 @@ def test_fake_tensors_give_what_real_ones_do_but_for_the_values(name):
         assert (fake.shape, fake.stride(), fake.dtype) == (
             right.shape, right.stride(), right.dtype
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_fake_tensors_of_any_gpu_give_fake_gradients_there(name):
+    """Without autograd, which a torch without CUDA has not for them."""
+    variant = kinds()[name]
+    with FakeTensorMode() as mode:
+        q, k, v = (torch.empty(t.shape, dtype=t.dtype, device="cuda:1") for t in drawn(*SIZES))
+        captures = [mode.from_tensor(t).to("cuda:1") for t in variant.captures]
+        options = variant.handle, None, "", True
+        out, lse = torch.ops.cutedsl_fa3.attention(q, k, v, captures, *options)
+        wanted = [i for i, t in enumerate(captures) if t.is_floating_point()]
+        dlse = lse if variant.has_lse else None
+        *found, of_captures = torch.ops.cutedsl_fa3.attention_backward(
+            out, dlse, q, k, v, out, lse, captures, *options, wanted
+        )
+    like = [q, k, v, *(captures[i] for i in wanted)]
+    for t, right in zip([*found, *of_captures], like, strict=True):
+        assert isinstance(t, FakeTensor) and t.device == right.device == torch.device("cuda:1")
+        assert (t.shape, t.dtype) == (right.shape, right.dtype) and t.is_contiguous()
+
+
+def test_a_gradient_without_a_kernel_is_refused_while_its_graph_is_made(monkeypatch):
+    monkeypatch.setattr(schedules_backward, "TABLE", schedules_backward.TABLE[:1])
+    variant = fa3.Variant()
+    options = variant.handle, None, "", False
+    with FakeTensorMode():
+        q, lse = torch.empty(1, 8, 2, 128, device="cuda"), torch.empty(1, 2, 8, device="cuda")
+        q = q.bfloat16()
+        with pytest.raises(fa3.Unsupported, match=r"head_dim, head_dim_v = 128, 128.*no_grad"):
+            torch.ops.cutedsl_fa3.attention_backward(q, None, q, q, q, q, lse, [], *options, [])
 
 
 def test_a_variant_that_is_gone_is_named_where_its_graph_is_run():

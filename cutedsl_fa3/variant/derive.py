@@ -27,10 +27,11 @@ the nodes that it does not need.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cutedsl_fa3.errors import VariantError
 
@@ -112,6 +113,23 @@ def derivatives(graph: Graph) -> Derivatives:
     )
 
 
+Found = TypeVar("Found")
+
+
+def _kept(function: Callable[[Variant], Found]) -> Callable[[Variant], Found]:
+    """A function of a Variant, which is a snapshot, that is asked at each call of a kernel."""
+    known: weakref.WeakKeyDictionary[Variant, Found] = weakref.WeakKeyDictionary()
+
+    @wraps(function)
+    def found(variant: Variant) -> Found:
+        if variant not in known:
+            known[variant] = function(variant)
+        return known[variant]
+
+    return found
+
+
+@_kept
 def of_element(variant: Variant) -> Derivatives | None:
     """Of what the kernel makes of a raw score: the weight of Elementwise, else the score.
 
@@ -123,6 +141,7 @@ def of_element(variant: Variant) -> Derivatives | None:
     return None if changed is None else derivatives(with_known_signs(changed, variant.mask))
 
 
+@_kept
 def of_epilogue(variant: Variant) -> Derivatives | None:
     """Of an output element: by "o", by "lse" if it is read, and by what it loads; or None."""
     graph = variant.marked.get("epilogue", variant.epilogue)

@@ -94,8 +94,9 @@ class _Reader:
     def tensor(self, value: torch.Tensor | bool | int | float) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             return value
+        # Filled where it lies: a copy from the host could not be part of a CUDA graph.
         dtype = self.dtype if isinstance(value, float) else None
-        return torch.tensor(value, dtype=dtype, device=self.device)
+        return torch.full((), value, dtype=dtype, device=self.device)
 
     def load(self, number: int, indices: list[torch.Tensor]) -> torch.Tensor:
         capture = self.captures[number]
@@ -106,7 +107,9 @@ class _Reader:
             if self.visible is not None and outside.any():
                 self.check(number, axis, index, outside & self.visible)
             clamped.append(inside.long().to(capture.device))
-        value = capture[tuple(clamped)].to(self.device)
+        # As an operator: written as capture[...], an index of no dimension waits for its device.
+        found = torch.ops.aten.index.Tensor(capture, clamped) if clamped else capture
+        value = found.to(self.device)
         if value.is_floating_point():
             if value.requires_grad and self.visible is not None:
                 value = torch.where(self.visible, value, value.detach())

@@ -21,7 +21,10 @@ def alone(
     Arguments must be what `repr` prints; keywords are environment variables.
     Raises: AssertionError with the end of its output where it fails or takes longer than `limit`.
     """
-    code = (
+    module = sys.modules[function.__module__]
+    folder = str(Path(module.__file__ or "").parent)
+    code = "" if "." in module.__name__ else f"import sys\nsys.path.append({folder!r})\n"
+    code += (
         f"from {function.__module__} import {function.__qualname__} as function\n"
         f"function(*{args!r})\n"
     )

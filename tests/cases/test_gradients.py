@@ -16,7 +16,8 @@ from cutedsl_fa3 import Elementwise, OnlineSoftmax, masks, scores
 
 from .alone import alone
 from .oracles import drawn, gradients, hold_gradients, ramp, same
-from .test_captures import READS
+from .pages import at_the_edge
+from .test_captures import READS, values, variant_of
 
 # Rows that see nothing: Dao-AILab/flash-attention#1778, pytorch/pytorch#41508.
 
@@ -182,18 +183,20 @@ def compiled(device: str) -> None:
     """Forward and backward in one graph, for lengths that change; in a process of its own."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    slopes = torch.rand(4, device=device, requires_grad=device == "cpu")
+    slopes = torch.rand(4, device=device, requires_grad=True)
     variant = fa3.Variant(scores.alibi(slopes), masks.causal)
     counted = CompileCounterWithBackend("aot_eager")
 
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return fa3.attention(q * 2, k, v, variant).float().square().sum()
+        out = fa3.attention(q * 2, k, v, variant, deterministic=True)
+        return out.float().square().sum()
 
     in_graph = torch.compile(step, fullgraph=True, backend=counted, dynamic=True)
     for seqlen in (40, 77, 130):  # none is another size, which torch would take for the same
         given = [t.requires_grad_() for t in drawn(device, (2, seqlen, seqlen, 4, 2))]
-        found = torch.autograd.grad(in_graph(*given), given)
-        assert same(found, torch.autograd.grad(step(*given), given))
+        given.append(slopes)
+        found = torch.autograd.grad(in_graph(*given[:3]), given)
+        assert same(found, torch.autograd.grad(step(*given[:3]), given))
     assert counted.frame_count == 1
 
 
@@ -240,6 +243,25 @@ def test_a_captured_tensor_gets_its_gradient_from_visible_pairs_alone(device, na
     q, k, v = drawn(device, (2, 128, 128, 4, 2))
     found = hold_gradients(q, k, v, variant)
     assert "t0" not in found or found["t0"].shape == t.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [True, False], ids=["last byte", "first byte"])
+def test_a_backward_reads_captured_tensors_within_mapped_memory_alone(last):
+    alone(at_the_end_of_memory, list(READS), last, limit=400)
+
+
+def at_the_end_of_memory(names: list[str], last: bool) -> None:
+    """Beside the tensor, on one side, no address is mapped: to read one is a fault."""
+    for name in names:
+        read, t = READS[name], values(READS[name], "cuda")
+        q, k, v = drawn("cuda", (2, 128, 128, 4, 2))
+        variants = (variant_of(read, each) for each in (at_the_edge(t, last=last), t))
+        found, wanted = (gradients(q, k, v, variant, torch.ones_like(q)) for variant in variants)
+        torch.cuda.synchronize()
+        for part, right in zip(found.values(), wanted.values(), strict=True):
+            size = right.abs().max().item()
+            torch.testing.assert_close(part, right, rtol=0.02, atol=0.02 * size, msg=name)
 
 
 def bound(function: Callable, t: torch.Tensor) -> Callable:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cutedsl_fa3 as fa3
-from cutedsl_fa3 import Elementwise, OnlineSoftmax, masks
+from cutedsl_fa3 import Elementwise, OnlineSoftmax, backward, masks, reference, scores
 
-from .oracles import Result, drawn, exact, same
+from .oracles import Parts, Result, drawn, exact, gradients, same
 
 NAN, INF = math.nan, math.inf
 SIZES = (2, 150, 200, 4, 2)
@@ -235,3 +235,82 @@ def test_weights_that_are_not_normalised_pass_on_what_is_not_finite_too(device, 
     assert torch.equal(out.isnan(), wanted.isnan())
     for extreme in (INF, -INF):
         assert torch.equal(out == extreme, wanted == extreme)
+
+
+# Gradients.
+
+GRADED = VARIANTS | {
+    "softcap": lambda device: fa3.Variant(scores.softcap(5.0), masks.causal),
+    "weights": lambda device: fa3.Variant(mask=masks.causal, softmax=Elementwise(torch.sigmoid)),
+    "score of -inf": lambda device: fa3.Variant(
+        lambda s, b, h, q, k: torch.where((q + k) % 3 == 0, s, -math.inf)
+    ),
+}
+# Other tiles of a kernel; the twin has the same for all.
+OF_GRADED_DIMS = pytest.mark.parametrize(
+    "dim", [64, *(pytest.param(dim, marks=pytest.mark.gpu) for dim in (40, 128, 192, 256))]
+)
+GRADED_SIZES = (1, 150, 200, 2, 1)
+GRADED_SITE = st.tuples(
+    st.sampled_from(("q", "k", "v", "do")),
+    st.sampled_from((NAN, INF, -INF)),
+    st.integers(0, 199),
+    st.integers(0, 1),
+    st.integers(0, 7),
+)
+
+
+def twins(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, name: str) -> Parts:
+    """The twin's gradients in fp64, from the exact output, on the CPU."""
+    variant = GRADED[name]("cpu")
+    q, k, v, do = (t.detach().cpu().double() for t in (q, k, v, do))
+    lse = None
+    if variant.has_lse:
+        o, lse = reference.attention_with_lse(q, k, v, variant, dtype=torch.float64)
+    else:
+        o = reference.attention(q, k, v, variant, dtype=torch.float64)
+    found = backward.run(q, k, v, variant, o, lse, do, scale=q.shape[3] ** -0.5)
+    return {"q": found.q, "k": found.k, "v": found.v}
+
+
+@OF_GRADED_DIMS
+@pytest.mark.parametrize("name", GRADED)
+@settings(max_examples=2)
+@given(sites=st.lists(GRADED_SITE, min_size=1, max_size=3))
+def test_what_is_not_finite_reaches_just_the_gradients_that_it_is_seen_with(
+    device, name, dim, sites
+):
+    given = dict(zip("qkv", drawn(device, GRADED_SIZES, dim), strict=True))
+    given["do"] = drawn(device, GRADED_SIZES, dim, seed=1)[0]
+    for at, value, position, head, channel in sites:
+        t = given[at]
+        t[0, position % t.shape[1], head % t.shape[2], channel] = value
+    q, k, v, do = given.values()
+    found = gradients(q, k, v, GRADED[name](device), do)
+    for part, right in twins(*given.values(), name).items():
+        here = found[part].cpu().double()
+        finite = right.isfinite()
+        assert torch.equal(here.isfinite(), finite), part
+        size = right[finite].abs().max().item() if finite.any() else 0.0
+        # P, dS, the output and the gradient are rounded once each.
+        torch.testing.assert_close(here[finite], right[finite], rtol=0.05, atol=0.02 * size)
+
+
+@OF_GRADED_DIMS
+@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize("at", ["q", "k", "v", "do"])
+def test_what_documents_hide_from_one_another_leaves_their_gradients_as_they_are(
+    device, at, value, dim
+):
+    """Documents shorter than a tile, of which the middle one is spoilt."""
+    of = (torch.arange(128, dtype=torch.int32) // 50).to(device)
+    variant = fa3.Variant(mask=lambda b, h, q, k: of[q] == of[k])
+    given = dict(zip("qkv", drawn(device, (1, 128, 128, 2, 1), dim), strict=True))
+    given["do"] = drawn(device, (1, 128, 128, 2, 1), dim, seed=1)[0]
+    clean = gradients(given["q"], given["k"], given["v"], variant, given["do"])
+    given[at][:, 70, :, 3] = value
+    found = gradients(given["q"], given["k"], given["v"], variant, given["do"])
+    others = of != 1
+    for name, right in clean.items():
+        torch.testing.assert_close(found[name][:, others], right[:, others], rtol=0.02, atol=0.02)
+    assert not all(t[:, 50:100].isfinite().all() for t in found.values())

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 import cutedsl_fa3 as fa3
-from cutedsl_fa3 import cache, ladder, masks, reference, scores
+from cutedsl_fa3 import backward, cache, calls_backward, ladder, masks, reference, scores
 from cutedsl_fa3.gemm import ELEMENTS, gemm
 from cutedsl_fa3.kernels.sm90.gemm import GemmSm90
 from cutedsl_fa3.pipelines import Schedule
+from cutedsl_fa3.plans_backward import BackwardPlan
 from cutedsl_fa3.problem import DTYPES
 
 TAILS = (1, 200, 300, 2, 1)  # batch, seqlen_q, seqlen_k, heads, kv_heads: no length fills its tiles
@@ -189,6 +190,80 @@ class Climb(Attention):
 
 
 @dataclass(frozen=True)
+class Backward:
+    """The gradients of a small forward, whose output and LSE are computed on the CPU.
+
+    `wanted`: numbers of the captured tensors whose gradients the kernel adds up.
+    """
+
+    forward: Attention
+    wanted: tuple[int, ...] = ()
+    deterministic: bool = False
+
+    @property
+    def name(self) -> str:
+        order = " in a fixed order" if self.deterministic else ""
+        return f"gradients{order}: {self.forward.name}"
+
+    def kernel(self) -> Any:
+        """The kernel that `run` launches."""
+        problem = fa3.Problem(self.forward.dtype, *self.forward.head_dims)
+        plan = BackwardPlan.default(
+            self.forward.variant("cpu"),
+            problem,
+            deterministic=self.deterministic,
+            wanted=() if self.deterministic else self.wanted,
+        )
+        return plan.kernel
+
+    def given(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+        """q, k, v, output, LSE and the output's gradient on the CPU, computed in fp64."""
+        (q, k, v), variant = self.forward.inputs(), self.forward.variant("cpu")
+        do = drawn(5, *q.shape[:3], v.shape[3]).to(q.dtype)
+        if variant.has_lse:
+            o, lse = reference.attention_with_lse(q, k, v, variant, dtype=torch.float64)
+            lse = lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        else:
+            o, lse = reference.attention(q, k, v, variant, dtype=torch.float64), None
+        return *(t.to(dtype) for t in (q, k, v, o)), lse, do.to(dtype)
+
+    def run(self) -> torch.Tensor:
+        """The gradients of the GPU, one after the other, on the CPU."""
+        given = (None if t is None else t.cuda() for t in self.given(DTYPES[self.forward.dtype]))
+        found = calls_backward.backward(
+            *given,  # type: ignore[arg-type]
+            self.forward.variant("cuda"),
+            wanted=self.wanted,
+            deterministic=self.deterministic,
+        )
+        return _in_one(found).cpu()
+
+    def twins(self, dtype: torch.dtype) -> torch.Tensor:
+        """What the CPU computes in this type."""
+        q, k, v, o, lse, do = self.given(dtype)
+        scale = q.shape[3] ** -0.5
+        variant = self.forward.variant("cpu")
+        found = backward.run(q, k, v, variant, o, lse, do, scale=scale, wanted=self.wanted)
+        return _in_one(found)
+
+    def verify(self, out: torch.Tensor) -> None:
+        """Hold every element against fp64: at most twice the twin's error, plus one rounding.
+
+        Raises: WrongCase.
+        """
+        exact, rounded = (self.twins(t) for t in (torch.float64, DTYPES[self.forward.dtype]))
+        eps = torch.finfo(DTYPES[self.forward.dtype]).eps
+        allowed = 2 * (rounded.double() - exact).abs().max() + eps * exact.abs().max()
+        _hold(self.name, out, exact, allowed.expand_as(exact))
+
+
+def _in_one(found: backward.Gradients) -> torch.Tensor:
+    """Gradients one after the other."""
+    parts = (found.q, found.k, found.v, *found.captures.values())
+    return torch.cat([t.double().flatten() for t in parts])
+
+
+@dataclass(frozen=True)
 class Gemm:
     """C = A @ B^T of a few ragged tiles."""
 
@@ -291,6 +366,28 @@ def _ladder_cases() -> list[Attention]:
     ]
 
 
+def _backward_cases() -> list[Backward]:
+    found = []
+    for dim in (64, 128):
+        dims = (dim, dim)
+        found += [
+            Backward(Attention(f"causal, d{dim}", causal, dims)),
+            Backward(Attention(f"causal, d{dim}", causal, dims), deterministic=True),
+            Backward(Attention(f"slopes, d{dim}", alibi, dims), wanted=(0,)),
+            Backward(Attention(f"softcap, d{dim}", softcap, dims)),
+        ]
+    return [
+        *found,
+        Backward(Attention("bias table", bias, dtype="fp16"), wanted=(0,)),
+        Backward(Attention("documents", same_document, (128, 128))),
+        Backward(Attention("sigmoid", sigmoid)),
+        Backward(Attention("head_dim 40, 72", plain, (40, 72))),
+        Backward(Attention("grouped heads", window, sizes=(2, 130, 100, 6, 2))),
+        Backward(Attention("empty rows", sizes=(1, 300, 90, 2, 2))),
+        Backward(Attention("one query, one key", plain, sizes=(1, 1, 1, 1, 1))),
+    ]
+
+
 def _gemm_cases() -> list[Gemm]:
     def schedule(stages: int, *cluster: int, tile_n: int = 128) -> Schedule:
         return Schedule(128, tile_n, stages, 2, overlap="none", cluster=cluster)
@@ -307,8 +404,9 @@ def _gemm_cases() -> list[Gemm]:
     ]
 
 
-CASES: dict[str, Attention | Gemm] = {
-    case.name: case for case in (*_attention_cases(), *_ladder_cases(), *_gemm_cases())
+CASES: dict[str, Attention | Backward | Gemm] = {
+    case.name: case
+    for case in (*_attention_cases(), *_backward_cases(), *_ladder_cases(), *_gemm_cases())
 }
 
 
@@ -325,19 +423,21 @@ def compile_all(workers: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compile, or run and verify, every case."""
+    """Compile every case, or run and verify cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--compile", action="store_true", help="compile only")
     workers = min(16, os.cpu_count() or 1)
     parser.add_argument("--workers", type=int, default=workers, help="compiling processes")
+    parser.add_argument("names", nargs="*", help="the cases to run; all without")
     options = parser.parse_args(arguments)
     if options.compile:
         print(f"{compile_all(options.workers)} kernels of {len(CASES)} cases compiled")
         return
-    for name, case in CASES.items():
-        case.verify(case.run())
+    names = options.names or list(CASES)
+    for name in names:
+        CASES[name].verify(CASES[name].run())
         print(f"right: {name}", flush=True)
-    print(f"{len(CASES)} cases right")
+    print(f"{len(names)} cases right")
 
 
 if __name__ == "__main__":

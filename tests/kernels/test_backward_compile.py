@@ -11,6 +11,7 @@ from sound import assert_sound
 from cutedsl_fa3 import Variant, configs_backward, contract, masks
 from cutedsl_fa3.kernels.sm90.backward.schedule import BackwardSchedule
 from cutedsl_fa3.kernels.sm90.backward.sums import strip, whole
+from cutedsl_fa3.kernels.sm90.backward.work import FLAGGED
 from cutedsl_fa3.layouts import LayoutError
 from cutedsl_fa3.layouts.tile import Row
 from cutedsl_fa3.model import check_pipeline
@@ -57,8 +58,10 @@ def arguments(plan: BackwardPlan, batch, seqlen_q, seqlen_k, heads, kv_heads) ->
     turns = None
     if plan.deterministic:
         turns = tensor(batch, heads, tiles, dtype=torch.int32).permute(2, 1, 0)
+    of_keys = batch * kv_heads * -(-seqlen_k // s.tile_n)
+    flags = tensor(of_keys * s.tile_n // FLAGGED, dtype=torch.int32)
     results = (q, k, v, None, None, padded, padded, sums, turns)
-    return (q, k, v, o, of_rows, o, None, *results, None, 1.0)
+    return (q, k, v, o, of_rows, o, None, *results, None, flags, 1.0)
 
 
 @pytest.mark.compile

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import sanitize
 import torch
+from cases.alone import python
 from sanitize import SanitizerError, summary
-from small_cases import CASES, Attention, Gemm, WrongCase
+from small_cases import CASES, Attention, Backward, Gemm, WrongCase
 
 from cutedsl_fa3 import reference
 from cutedsl_fa3.pipelines import Schedule
@@ -18,6 +19,7 @@ from cutedsl_fa3.record import META
 from cutedsl_fa3.schedules import needs
 
 ATTENTION = [case for case in CASES.values() if isinstance(case, Attention)]
+BACKWARDS = [case for case in CASES.values() if isinstance(case, Backward)]
 GEMMS = [case for case in CASES.values() if isinstance(case, Gemm)]
 
 
@@ -37,6 +39,15 @@ def test_the_cases_cover_every_kind_of_forward_and_gemm() -> None:
     assert any(case.sizes[1] > case.sizes[2] for case in ATTENTION)
     assert {case.schedule.cluster for case in GEMMS} == {(1, 1), (2, 1), (1, 2)}
     assert {case.dtype for case in GEMMS} == {"bf16", "fp16"}
+
+
+def test_the_cases_cover_every_kind_of_backward() -> None:
+    plans = [case.kernel().plan for case in BACKWARDS]
+    assert {plan.schedule.add for plan in plans} == {"tma", "direct"}
+    assert {plan.deterministic for plan in plans} == {False, True}
+    assert {len(plan.wanted) for plan in plans} == {0, 1}
+    assert {plan.variant.weight is None for plan in plans} == {False, True}
+    assert {plan.by_tile for plan in plans} == {False, True}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,10 +99,28 @@ def test_a_gemm_case_allows_one_rounding() -> None:
         case.verify(right)
 
 
+@pytest.mark.parametrize("name", ["causal, d64", "slopes, d64", "sigmoid"])
+def test_a_case_of_gradients_allows_the_roundings_of_the_twin_and_notices_a_wrong_one(
+    name: str,
+) -> None:
+    case = CASES[f"gradients: {name}"]
+    right = case.twins(torch.bfloat16)
+    case.verify(right)
+    for wrong in (float("nan"), right[-1] + 0.1 * right.abs().max()):
+        spoilt = right.clone()
+        spoilt[-1] = wrong
+        with pytest.raises(WrongCase, match=f"{name}: 1 of"):
+            case.verify(spoilt)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_every_small_case_is_right(name: str) -> None:
-    CASES[name].verify(CASES[name].run())
+    case = CASES[name]
+    if isinstance(case, Backward) and case.deterministic:  # waits for turns
+        python(str(sanitize.SCRIPT), name)
+    else:
+        case.verify(case.run())
 
 
 @pytest.mark.parametrize(

@@ -66,16 +66,16 @@ class GemmSm90(Gemm):
         self.multiply(mma, acc, a, b, slot, accumulate=False)
         for _ in cutlass.range(k_tiles - 1, unroll=1):
             if cutlass.const_expr(s.stages == 1):  # one slot: read it before it is refilled
-                warpgroup.wait_group(0)
+                self.complete("product")
                 done.release()
                 done.advance()
             slot = ring.wait_and_advance()
             self.multiply(mma, acc, a, b, slot, accumulate=True)
             if cutlass.const_expr(s.stages > 1):
-                warpgroup.wait_group(1)
+                self.complete("product", running=1)
                 done.release()
                 done.advance()
-        warpgroup.wait_group(0)
+        self.complete("product")
         done.release()
         self.barriers["written"].arrive_and_wait()  # all have read B, which C overwrites
         wgmma.to_smem(acc, smem.c, mma, thread)

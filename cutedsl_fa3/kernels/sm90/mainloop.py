@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import warpgroup
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import Turns, take
@@ -35,8 +34,12 @@ def pass_turn(turns: Turns) -> None:
 class MainLoop:
     """What `ForwardSm90.consumer` does between its first and its last key tile.
 
-    Mixed into a kernel that has `schedule`, `ever_full` and `plan`.
+    Mixed into a WarpSpecialized kernel that has `schedule`, `ever_full` and `plan`. `waits_early`,
+    of a debug build: it waits for the overlapped P V where the compiler puts that wait without
+    `early`, before the softmax.
     """
+
+    waits_early = False
 
     @cute.jit
     def along_runs(self, io, w, f, softmax, turns, ports, group):
@@ -142,7 +145,7 @@ class MainLoop:
         slot = ring_k.wait_and_advance()
         acc_s = f.multiply_qk(slot)
         memos = self.ahead(w, f, n_block, masked=True)  # for both
-        warpgroup.wait_group(0)
+        self.complete("QK")
         slot.release()
         if masked:
             self.modify(w, f, acc_s, n_block, True, memos)
@@ -164,12 +167,17 @@ class MainLoop:
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
         memos = self.ahead(w, f, n_block, masked)
-        warpgroup.wait_group(1)
+        self.complete("QK", running=1)
         slot_k.release()
+        first = self.waits_early and not self.schedule.early
+        if cutlass.const_expr(first):
+            self.complete("PV")
+            slot_v.release()
         self.modify(w, f, acc_s, n_block, masked, memos)
         softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early)
-        warpgroup.wait_group(0)
-        slot_v.release()
+        if cutlass.const_expr(not first):
+            self.complete("PV")
+            slot_v.release()
         f.round_p(acc_s)
         softmax.rescale(f.output)
         return ring_k, ring_v
@@ -179,7 +187,7 @@ class MainLoop:
         """O += P V of the last tile."""
         slot = ring_v.wait_and_advance()
         f.multiply_pv(slot)
-        warpgroup.wait_group(0)
+        self.complete("PV")
         slot.release()
         return ring_v
 
@@ -193,7 +201,7 @@ class MainLoop:
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
         memos = self.ahead(w, f, n_block, masked)
-        warpgroup.wait_group(0)
+        self.complete("QK")
         slot_k.release()
         self.modify(w, f, acc_s, n_block, masked, memos)
         softmax.step(wgmma.as_rows_cols(acc_s))
@@ -201,7 +209,7 @@ class MainLoop:
         softmax.rescale(f.output)
         slot_v = ring_v.wait_and_advance()
         f.multiply_pv(slot_v)
-        warpgroup.wait_group(0)
+        self.complete("PV")
         slot_v.release()
         return ring_k, ring_v
 

@@ -28,7 +28,6 @@ prepare.py and finish.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import cutlass
@@ -58,6 +57,7 @@ from cutedsl_fa3.pipelines import (
 from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant.describe import ever_full
 
+from .again import Given, note
 from .finish import Finish
 from .lagging import Lagging
 from .mainloop import END, MainLoop
@@ -66,6 +66,7 @@ from .prepare import Prepare
 from .schedule import BackwardSchedule
 from .sums import strip, whole
 from .visiting import Visiting, end_turn, wait_for_turn
+from .work import Work, work_of
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
@@ -74,15 +75,6 @@ if TYPE_CHECKING:
 # below, the producer decides which tiles to visit without spilling. Origin: the compiler.
 CROWDED = 192
 RANK = 4  # dimensions of a tensor map: seqlen, head_dim, heads, batch
-
-
-@dataclass(frozen=True)
-class Work:
-    """A tile of keys of one head of K and V."""
-
-    n_block: Int32
-    kv_head: Int32
-    batch: Int32
 
 
 class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
@@ -135,7 +127,7 @@ class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
         if plan.table_shape(1, 1, 1, 1) is not None:
             self.summarise = Summarise(plan.variant.mask, s.tile_m, s.tile_n)
         self.prepare = Prepare(s, dims, problem.head_dim_v)
-        self.finish = Finish(s, dtype, problem.head_dim, dims[0])
+        self.finish = Finish(plan, dims[0])
         self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
 
     @property
@@ -196,7 +188,7 @@ class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
 
     @cute.jit
     def host(self, q, k, v, o, lse, do, dlse, dq, dk, dv, captures, table, lse_log2, delta, sums,
-             turns, captured, scale, stream):  # fmt: skip
+             turns, captured, flags, scale, stream):  # fmt: skip
         """Launch what prepares the rows, a CTA for each tile of keys, and what finishes dQ."""
         captures = Elements.given_captures(self.plan.variant, frozenset(), captures)
         q, k, v, o, do, dq, dk, dv = (heads_last(t) for t in (q, k, v, o, do, dq, dk, dv))
@@ -204,7 +196,7 @@ class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
         lse, dlse = (None if t is None else rows_first(t) for t in (lse, dlse))
         if cutlass.const_expr(self.summarise is not None):
             self.summarise.launch(captures, table, q.shape[0], k.shape[0], stream)
-        self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, turns, stream)
+        self.prepare.launch(o, do, lse, dlse, lse_log2, delta, sums, turns, flags, stream)
         if cutlass.const_expr(turns is not None):  # a mode of one element, for a pointer to it
             ordered = cute.make_ordered_layout((1, *turns.shape), order=(0, 1, 2, 3))
             turns = cute.make_tensor(turns.iterator, ordered)
@@ -222,22 +214,19 @@ class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
             table,
             turns,
             captured,
+            flags,
             scale,
         )
         seqlen_k, _, kv_heads, batches = k.shape
         n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
         grid = self.order.tiles(n_blocks, kv_heads * batches)
         self.launch(io, (grid, 1, 1), stream)
-        self.finish.launch(sums, dq, scale, stream)
+        given = Given(q, k, v, do, dk, dv, lse_log2, delta, flags, captures, scale)
+        self.finish.launch(sums, dq, given, stream)
 
     def work(self, io: Io) -> Work:
-        """This CTA's tile; the first keys come first: under causality most queries see them."""
-        seqlen_k, _, kv_heads, batches = io.k[1].shape
-        n_blocks = cute.ceil_div(seqlen_k, self.schedule.tile_n)
-        index, _, _ = cute.arch.block_idx()
-        row, head_of_all = self.order.at(index, n_blocks, kv_heads * batches, cutlass.min)
-        batch = head_of_all // kv_heads
-        return Work(n_blocks - 1 - row, head_of_all - batch * kv_heads, batch)
+        """This CTA's tile."""
+        return work_of(self.schedule, cute.arch.block_idx()[0], io.k[1])
 
     def elements(self, io: Io, head: Int32, batch: Int32) -> Elements:
         """The variant's functions at one head of queries."""
@@ -356,3 +345,4 @@ class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
             of_head = out[None, None, w.kv_head, w.batch]
             places = wgmma.places(mma, s.tile_n, size, thread)
             store_rows(acc, places, of_head, first, factor, dim == size)
+            note(acc, places, io.flags, s.tile_n)

@@ -36,7 +36,7 @@ class Io:
     sums (rows, WORDS) as sums.py has it, with the atom that adds to it; captures in the variant's
     order; table as variant/summaries.py has it; turns (1, m_blocks, heads, batch), how many tiles
     of keys have added to dQ, where the order is fixed; captured, the fp32 gradients of
-    `plan.wanted`.
+    `plan.wanted`; flags (n,), not 0 where keys are to be computed again (again.py).
     Units: scale is natural (raw product -> score), lse_log2 in base 2.
     """
 
@@ -53,6 +53,7 @@ class Io:
     table: cute.Tensor | None
     turns: cute.Tensor | None
     captured: tuple[cute.Tensor, ...] | None
+    flags: cute.Tensor
     scale: Float32
 
 
@@ -116,6 +117,7 @@ def fake_args(plan: BackwardPlan, captures: tuple | None) -> tuple:
         ),
         turns() if plan.deterministic else None,
         tuple(captured(number) for number in plan.wanted) or None,
+        make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
         Float32(1.0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -1,4 +1,4 @@
-"""What the backward needs of each row, and zeros where it sums dQ and counts turns.
+"""What the backward needs of each row, and zeros where it sums dQ, counts turns and raises flags.
 
     delta    = sum over d of dO * O, less the gradient of LSE
     lse_log2 = LSE * log2(e); +inf for rows that see nothing or lie past the sequence, so that
@@ -36,16 +36,16 @@ class Prepare:
         while self.sharing * AT_ONCE < dims[1]:
             self.sharing *= 2
 
-    def launch(self, o, do, lse, dlse, lse_log2, delta, sums, turns, stream) -> None:
+    def launch(self, o, do, lse, dlse, lse_log2, delta, sums, turns, flags, stream) -> None:
         """o, do (seqlen, dim, heads, batch); lse, dlse (seqlen, heads, batch); others padded."""
         rows, heads, batches = delta.shape
         blocks = rows // self.tile_m
-        self.rows(o, do, lse, dlse, lse_log2, delta, sums, turns).launch(
+        self.rows(o, do, lse, dlse, lse_log2, delta, sums, turns, flags).launch(
             grid=(blocks * heads * batches, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def rows(self, o, do, lse, dlse, lse_log2, delta, sums, turns):
+    def rows(self, o, do, lse, dlse, lse_log2, delta, sums, turns, flags):
         """One tile of queries."""
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
@@ -55,6 +55,9 @@ class Prepare:
         batch = head_of_all // heads
         head, block = head_of_all - batch * heads, index - head_of_all * blocks
         self.clear(sums, index, thread)
+        step = THREADS * blocks * heads * delta.shape[2]
+        for at in cutlass.range(index * THREADS + thread, flags.shape[0], step, unroll=1):
+            flags[at] = Int32(0)
         if cutlass.const_expr(turns is not None):
             if thread == 0:
                 turns[block, head, batch] = Int32(0)
