@@ -64,7 +64,7 @@ TABLE = (
     Row(96, 96, "light", True, _PLAIN, "128 queries: 224 registers of sums"),
     Row(96, 96, "much", True, _SHARED, "softcap: 128 keys spill 16 B"),
     Row(128, 128, "weights", False, _PLAIN, "128 queries: 256 registers of sums"),
-    Row(128, 128, "uniform", False, replace(_PLAIN, places=1), "softcap: two places spill 4 B"),
+    Row(128, 128, "uniform", False, _SHARED, "softcap: 128 keys spill 8 B, in one place"),
     Row(128, 128, "tables", False, _PLAIN, "128 queries: 256 registers of sums"),
     Row(128, 128, "much", False, _SHARED, "documents: 128 keys spill 40 B"),
     Row(128, 128, "light", True, _PLAIN, "128 queries: 256 registers of sums"),
