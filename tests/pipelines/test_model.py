@@ -48,7 +48,8 @@ def of_shape(plan: Plan) -> tuple:
     )
 
 
-SHAPES = {of_shape(plan): plan for plan in configs.configs()}
+EACH = [plan for plan in configs.every() if plan.problem.dtype == "bf16"]
+SHAPES = {of_shape(plan): plan for plan in configs.configs() if plan.problem.dtype == "bf16"}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -100,9 +101,9 @@ def test_types_of_one_width_have_the_same_roles() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan", [p for p in configs.every() if p.problem.dtype == "bf16"], ids=configs.label
+    "plan", [plan for plan in EACH if plan not in SHAPES.values()], ids=configs.label
 )
-def test_no_configuration_can_hang_race_or_lose_a_tile(plan: Plan) -> None:
+def test_no_other_configuration_can_hang_race_or_lose_a_tile(plan: Plan) -> None:
     verdict = check_pipeline(plan)
     assert verdict.ok, verdict
 
