@@ -189,7 +189,7 @@ def test_every_shipped_kernel_has_a_contract_and_nothing_else_has():
 
 
 def test_contracts_are_small_and_hold_no_spill_no_local_memory_and_no_advisory():
-    assert contract.STORED.stat().st_size < 2700 * len(Contracts.read().kernels)
+    assert contract.STORED.stat().st_size < 3000 * len(Contracts.read().kernels)
     for name, kept in Contracts.read().kernels.items():
         resources = Resources(**{**kept.resources, "advisories": ()})
         assert (resources.spills, resources.stack, kept.resources["advisories"]) == (0, 0, []), name
