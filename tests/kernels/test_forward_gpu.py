@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,29 @@ def test_every_overlap_and_depth_gives_the_same_attention(dim):
     for schedule in schedules(dim):
         for mask in (None, masks.causal):
             check(q, k, v, fa3.Variant(mask=mask), schedule)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 128, 257, 1500])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_ctas_that_share_the_copies_of_keys_give_the_same_bits(dim, seqlen_q, persistent):
+    """An odd number of tiles leaves the second CTA of a head's last cluster without queries."""
+    q, k, v = drawn(2, seqlen_q, 700, 6, 2, dim)
+    apart = Schedule(128, 128, 2, 2, "intra", persistent=persistent)
+    alone = fa3.attention_with_lse(q, k, v, schedule=apart)
+    shared = check(q, k, v, schedule=replace(apart, cluster=(2, 1)))
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+
+
+@pytest.mark.parametrize("overlap", ["none", "intra", "pingpong", "both"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_p_from_shared_memory_gives_the_same_bits(dim, overlap):
+    q, k, v = drawn(1, 400, 1000, 4, 2, dim)
+    schedule = Schedule(128, 128, 2, 2, overlap, store="direct")
+    for variant in (fa3.Variant(), fa3.Variant(mask=masks.causal)):
+        from_registers = fa3.attention_with_lse(q, k, v, variant, schedule=schedule)
+        found = check(q, k, v, variant, replace(schedule, p_from="shared"))
+        assert all(torch.equal(a, b) for a, b in zip(from_registers, found, strict=True))
 
 
 @pytest.mark.parametrize("dims", [(64, 128), (128, 64)])
