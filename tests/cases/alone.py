@@ -50,9 +50,16 @@ def python(
             check=False,
         )
     except subprocess.TimeoutExpired as expired:
-        raise AssertionError(f"not done after {limit} s: {_end(expired.stderr)}") from None
-    assert result.returncode == 0, f"ended with {result.returncode}: {_end(result.stderr)}"
+        said = _ends(arguments, expired.stdout, expired.stderr)
+        raise AssertionError(f"not done after {limit} s: {said}") from None
+    said = _ends(arguments, result.stdout, result.stderr)
+    assert result.returncode == 0, f"ended with {result.returncode}: {said}"
     return result
+
+
+def _ends(arguments: tuple[str, ...], *outputs: str | bytes | None) -> str:
+    """What was run, and the end of what it said."""
+    return "\n".join((arguments[-1][-200:], *map(_end, outputs)))
 
 
 def _end(output: str | bytes | None) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from cases.alone import python
 from hanging import FAULTS, Relay, arguments
 
 from cutedsl_fa3 import Schedule, Variant, attention_with_lse, hang, masks, watched
@@ -27,21 +26,7 @@ def run(fault: str) -> str:
 
     Raises: AssertionError where it takes too long or dies.
     """
-    root = str(SCRIPT.parent.parent.parent)
-    path = os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))
-    try:
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), fault],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as expired:
-        raise AssertionError(f"{fault}: not done after {LIMIT} s: {expired.stdout}") from None
-    assert done.returncode == 0, f"{fault}: {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}"
-    return done.stdout
+    return python(str(SCRIPT), fault, limit=LIMIT).stdout
 
 
 @cache

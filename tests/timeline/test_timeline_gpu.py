@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cases.alone import python
 
 from cutedsl_fa3.timeline import Timeline
 
 SCRIPT = Path(__file__).with_name("measured_alone.py")
-ROOT = SCRIPT.parent.parent.parent
 LIMIT = 150  # seconds: imports and two compiles
 CASES = ("both", "none", "pingpong", "early", "persistent", "by tile")
 
@@ -22,19 +19,7 @@ def measured(name: str) -> Timeline:
 
     Raises: AssertionError where it takes too long or fails.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    try:
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), name],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as expired:
-        raise AssertionError(f"{name}: not done after {LIMIT} s: {expired.stderr}") from None
-    assert done.returncode == 0, f"{name}: {done.stdout[-500:]}\n{done.stderr[-3000:]}"
+    done = python(str(SCRIPT), name, limit=LIMIT)
     print(done.stderr)
     return Timeline.from_json(done.stdout)
 
