@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CHUNK = 8  # columns that a lane stores at once
 LANES = 4  # that hold a row of an accumulator together
 AT_ONCE = 8  # numbers that are rounded together
-FEW = 2  # where they are no operand from registers, whose rounding the products would wait for
+FEW = 4  # where they are no operand from registers, whose rounding the products would wait for
 WORDS = 32  # fp32 columns of the tensor that sums dQ: a row is the widest swizzle's 128 B
 
 

@@ -24,6 +24,9 @@ from .captured import Collector, needs_products
 from .operands import AT_ONCE, by_query, rounded
 
 
+PAIR = 2  # neighbouring columns of an accumulator that a thread holds: here queries
+
+
 def changes_products(variant: Variant) -> bool:
     """Whether a function of the variant meets the products: padded rows may give NaN there."""
     return variant.score is not None or variant.weight is not None
@@ -43,6 +46,12 @@ class Weigher:
         sums: dict[int, cute.Tensor] | None = None,
         at_once: int = AT_ONCE,
     ) -> None:
+        # Of an accumulator, which lies in memory by pairs of queries, then keys.
+        if at_once % (PAIR * wgmma.ROWS_HELD):
+            raise ValueError(
+                f"at_once = {at_once}: a multiple of {PAIR * wgmma.ROWS_HELD}, as many as neighbours "
+                "in registers are computed together"
+            )
         self.rows_at_once = at_once // wgmma.ROWS_HELD
         self.elements, self.scale_log2 = elements, elements.scale_log2
         self.is_weight = variant.weight is not None
