@@ -10,7 +10,7 @@ share keys; S and dP of 64 queries: 64, or 32 shared; dQ: d / 4 of 64 queries by
 128 by rows. Addresses, rows' numbers and functions take the rest.
 
     d, dv       keys  sharing  dK + dV  S + dP  dQ    SMEM KB of K, V; Q, dO a slot; P, dS; sums
-    64, 64      128   no       64       128     32    32; 32; 32; 32     tile_m 128 in two parts
+    64, 64      128   no       64       128     32    32; 32; 32; 32     tile_m 128
     96, 96      128   no       96       64      24    48; 24; 16; 24
     128, 128    128   no       128      64      32    64; 32; 16; 32
     192, 128    128   no       160      64      48    does not fit: 240 with nothing besides
@@ -46,17 +46,18 @@ class Row:
     why: str
 
 
-_TWO_PARTS = BackwardSchedule(tile_m=128, parts=2)
+_AHEAD = BackwardSchedule(tile_m=128, ahead=True)
 _PLAIN = BackwardSchedule()
 _SHARED = BackwardSchedule(tile_n=64, sharing=2)
 
-# Head sizes, needs, deterministic; schedule; why. Not yet measured beside each other on a GPU: a
-# row has the most queries and keys with which the compiler spills nothing, in bf16 and fp16.
+# Head sizes, needs, deterministic; schedule; why: speed over this row's at S = 4096 on an H200, or
+# what does not fit. A row has the most queries and keys with which the compiler spills nothing, in
+# bf16 and fp16; notebooks/leads_backward.md has what else was tried.
 TABLE = (
-    Row(64, 64, "uniform", False, _TWO_PARTS, "256 queries do not fit"),
+    Row(64, 64, "uniform", False, replace(_AHEAD, add="direct"), "two parts 0.91; tma 0.94"),
     Row(64, 64, "tables", False, _PLAIN, "bias: 128 queries spill 64 B"),
     Row(64, 64, "much", False, _SHARED, "documents: 128 keys spill 24 B"),
-    Row(64, 64, "nothing", True, _TWO_PARTS, "256 queries do not fit"),
+    Row(64, 64, "nothing", True, _AHEAD, "256 queries do not fit"),
     Row(64, 64, "elements", True, _PLAIN, "ALiBi: 128 queries spill 4 B"),
     Row(64, 64, "much", True, _SHARED, "fewer registers for scores"),
     Row(96, 96, "tables", False, _PLAIN, "128 queries: 224 registers of sums"),

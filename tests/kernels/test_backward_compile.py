@@ -11,6 +11,7 @@ from sound import assert_sound
 from cutedsl_fa3 import Variant, configs_backward, contract, masks
 from cutedsl_fa3.kernels.sm90.backward.schedule import BackwardSchedule
 from cutedsl_fa3.kernels.sm90.backward.sums import strip, whole
+from cutedsl_fa3.kernels.sm90.backward.weights import Weigher
 from cutedsl_fa3.kernels.sm90.backward.work import FLAGGED
 from cutedsl_fa3.layouts import LayoutError
 from cutedsl_fa3.layouts.tile import Row
@@ -113,18 +114,18 @@ def test_warpgroups_that_share_keys_neither_hang_nor_race(dims, deterministic):
     assert max(outcome.fills["q"] for outcome in verdict.outcomes) > plan.schedule.stages
 
 
-LATE = {"tile_m": 64, "parts": 1, "stages": 3, "lag": True, "early": True}
+AHEAD = {"parts": 1, "ahead": True, "add": "tma"}
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("schedule", [LATE, {"early": True}], ids=str)
-def test_products_that_run_under_the_weights_neither_spill_nor_serialise(schedule):
-    assert_sound(backward_plan(64, masks.causal, **schedule))
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scores_that_come_a_tile_ahead_neither_spill_nor_serialise(dim):
+    assert_sound(backward_plan(dim, masks.causal, **AHEAD))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_dq_that_comes_a_tile_late_is_added_once_for_every_tile(deterministic):
-    plan = replace(backward_plan(64, masks.causal, **LATE), deterministic=deterministic)
+def test_scores_that_come_a_tile_ahead_are_those_of_every_tile(deterministic):
+    plan = replace(backward_plan(64, masks.causal, **AHEAD), deterministic=deterministic)
     verdict = check_pipeline(plan.kernel, [arguments(plan, 1, 200, 130, 2, 1)])
     assert verdict.ok, verdict
     assert max(outcome.fills["q"] for outcome in verdict.outcomes) > plan.schedule.stages
@@ -200,8 +201,7 @@ def test_head_sizes_are_served_by_the_next_of_the_table():
         ("parts", 3),
         ("consumers", 4),
         ("sharing", 3),
-        ("lag", 1),
-        ("early", "yes"),
+        ("ahead", 1),
         ("add", "atomic"),
         ("head_group", 0),
         ("stages", 2.0),
@@ -216,9 +216,14 @@ def test_a_schedule_outside_its_range_is_refused_by_field_and_value(field, value
     "beside",
     [{"places": 1}, {"stages": 1}, {"tile_m": 128, "parts": 2}, {"tile_n": 64, "sharing": 2}],
 )
-def test_a_late_dq_is_refused_where_what_it_needs_is_written_over(beside):
-    with pytest.raises(ScheduleError, match="lag = True: True needs parts 1, sharing 1, places 2"):
-        BackwardSchedule(lag=True, **beside)
+def test_scores_ahead_are_refused_where_what_they_need_is_not_there(beside):
+    with pytest.raises(ScheduleError, match="ahead = True: True needs parts 1, sharing 1, places"):
+        BackwardSchedule(ahead=True, **beside)
+
+
+def test_what_is_rounded_together_is_computed_together():
+    with pytest.raises(ValueError, match="at_once = 2: a multiple of 4"):
+        Weigher(None, Variant(), at_once=2)
 
 
 def test_a_fixed_order_of_additions_needs_the_warp_that_adds():

@@ -92,12 +92,12 @@ def test_every_schedule_of_the_table_agrees_with_fp64(row, kind):
 
 
 OTHERS = [  # schedules of no row, by what differs from the default of that head size
-    (64, {"tile_m": 64, "parts": 1, "stages": 3, "lag": True, "early": True}),
-    (64, {"tile_m": 64, "parts": 1, "lag": True, "add": "direct"}),
-    (64, {"early": True}),
-    (128, {"early": True}),
+    (64, {"tile_m": 64, "parts": 1, "ahead": True, "stages": 3}),
+    (64, {"tile_m": 128, "parts": 2, "ahead": False}),
+    (64, {"add": "tma"}),
+    (128, {"ahead": True}),
+    (128, {"ahead": True, "add": "direct"}),
     (128, {"places": 1, "add": "direct"}),
-    (192, {"early": True}),
 ]
 
 

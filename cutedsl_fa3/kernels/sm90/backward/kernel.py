@@ -58,8 +58,8 @@ from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant.describe import ever_full
 
 from .again import Given, note
+from .ahead import Ahead
 from .finish import Finish
-from .lagging import Lagging
 from .mainloop import END, MainLoop
 from .operands import Fragments, Io, fake_args, store_rows
 from .prepare import Prepare
@@ -77,7 +77,7 @@ CROWDED = 192
 RANK = 4  # dimensions of a tensor map: seqlen, head_dim, heads, batch
 
 
-class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
+class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
     """Tables and roles of the backward for one plan."""
 
     arch = "sm_90a"
@@ -151,7 +151,7 @@ class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
         """What the tables promise about the machine code.
 
         The loop over tiles with an element mask is a place for the five products, so is the loop
-        over those without; with `lag` the first tile and what follows the last are one more.
+        over those without.
         """
         s, (d, dv) = self.schedule, self.dims
         adds = {}
@@ -161,17 +161,18 @@ class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
             dict.fromkeys(("k", "v", "q", "do"), 1), {}, RANK, adds=adds
         )
         rows = Expect("UBLKCP", "exactly", 2, "bulk copies of lse and delta")
-        places = 1 + int(self.ever_full) + int(s.lag)
+        places = 1 + int(self.ever_full)
         products: dict[str, int] = {}
+        everywhere = places * s.parts
         for times, height, cols, inner, beside in (
-            (s.parts, s.tile_n, s.part, d, s.sharing),
-            (s.parts, s.tile_n, s.part, dv, s.sharing),
-            (s.parts, s.tile_n, dv, s.part, s.sharing),
-            (s.parts, s.tile_n, d, s.part, s.sharing),
-            (1, s.tile_m, d, s.tile_n, s.beside),
+            (everywhere + int(s.ahead), s.tile_n, s.part, d, s.sharing),
+            (everywhere, s.tile_n, s.part, dv, s.sharing),
+            (everywhere, s.tile_n, dv, s.part, s.sharing),
+            (everywhere, s.tile_n, d, s.part, s.sharing),
+            (places, s.tile_m, d, s.tile_n, s.beside),
         ):
             name, count = wgmma.instructions(height, cols // beside, inner, s.consumers // beside)
-            products[name] = products.get(name, 0) + places * times * count
+            products[name] = products.get(name, 0) + times * count
         scores = s.tile_m * s.tile_n // (s.consumers * wgmma.WARPGROUP)
         why = f"five products, in {places} places"
         exponentials = (Expect("MUFU.EX2", "at least", places * scores, "an exponential a score"),)
@@ -330,8 +331,8 @@ class BackwardSm90(MainLoop, Lagging, Visiting, WarpSpecialized):
         f.acc_dk.fill(0.0)
         f.acc_dv.fill(0.0)
         ports.kv.wait_and_advance()
-        if cutlass.const_expr(s.lag):
-            self.along_lagging(io, smem, f, w, ports, thread)
+        if cutlass.const_expr(s.ahead):
+            self.along_ahead(io, smem, f, w, ports, thread)
         else:
             self.along(io, smem, f, w, ports, thread)
         if cutlass.const_expr(s.add == "tma"):

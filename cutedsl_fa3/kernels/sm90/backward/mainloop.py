@@ -23,9 +23,10 @@ from cutedsl_fa3.pipelines import take
 
 from .operands import AT_ONCE, FEW, rounded
 from .sums import add, write
-from .weights import Weigher, rounded_before
+from .weights import Weigher, changes_products, numbers
 
 END = -1  # in place of a tile: there are no more
+MAX_THREADS = 512
 
 
 def again(number: cutlass.Int32) -> cutlass.Int32:
@@ -35,7 +36,8 @@ def again(number: cutlass.Int32) -> cutlass.Int32:
     in registers that the products need.
     """
     move = "mov.b32 {$w0}, {$r0};"
-    return cute.arch.inline_ptx(move, write_only_types=[cutlass.Int32], read_only_args=[number])
+    same = cute.arch.inline_ptx(move, write_only_types=[cutlass.Int32], read_only_args=[number])
+    return same & (MAX_THREADS - 1)  # so that it knows at least that this is not negative
 
 
 class MainLoop:
@@ -52,31 +54,39 @@ class MainLoop:
         visits, word, head = take(visits, smem.visits)
         if cutlass.const_expr(self.plan.deterministic):
             while word != END:
-                at = (word, head, place, thread)
                 if word % 2 == 1:
-                    ring, place = self.step(io, smem, f, w, ring, *at, True)
+                    ring, place, visits, word, head = self.step(
+                        io, smem, f, w, ring, visits, word, head, place, thread, True
+                    )
                 else:
-                    ring, place = self.step(io, smem, f, w, ring, *at, False)
-                visits, word, head = take(visits, smem.visits)
+                    ring, place, visits, word, head = self.step(
+                        io, smem, f, w, ring, visits, word, head, place, thread, False
+                    )
         else:
             while word != END and word % 2 == 1:
-                ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, True)
-                visits, word, head = take(visits, smem.visits)
+                ring, place, visits, word, head = self.step(
+                    io, smem, f, w, ring, visits, word, head, place, thread, True
+                )
             if cutlass.const_expr(self.ever_full):
                 while word != END:
-                    ring, place = self.step(io, smem, f, w, ring, word, head, place, thread, False)
-                    visits, word, head = take(visits, smem.visits)
+                    ring, place, visits, word, head = self.step(
+                        io, smem, f, w, ring, visits, word, head, place, thread, False
+                    )
 
     @cute.jit
-    def step(self, io, smem, f, w, ring, word, head, place, thread,
+    def step(self, io, smem, f, w, ring, visits, word, head, place, thread,
              masked: cutlass.Constexpr):  # fmt: skip
-        """One tile of queries; returns the ring's end and the next place of dS."""
+        """One tile of queries; returns the rings' ends, the next place of dS and the next tile."""
         s = self.schedule
         m_block = word // 2
         thread = again(thread)
         places = f.places(thread)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         slot = ring.wait_and_advance()
+        # Products leave shared memory little time for other reads, so LSE is read before they are
+        # issued, and dS is stored before dV is, where no function of scores takes the registers.
+        roomy = not changes_products(self.plan.variant)
+        lse = numbers(smem.lse, slot.index, places[0]) if roomy else None
         products = []
         for part in cutlass.range_constexpr(s.parts):
             acc_s = f.multiply_scores(f.k, f.q[part], slot)
@@ -93,19 +103,25 @@ class MainLoop:
             warpgroup.wait_group(later + 1)
             at = (places[part], corner)
             raw = self.kept(weigher, acc_s)
-            weigher.weigh(acc_s, f.p16[part], *at, smem.lse, slot.index, masked)
+            if cutlass.const_expr(not roomy):
+                lse = numbers(smem.lse, slot.index, places[part])
+            weigher.weigh(acc_s, f.p16[part], *at, lse, masked)
             if cutlass.const_expr(s.sharing > 1):
                 p = f.of_part(smem.p, part)[None, None, place]
                 wgmma.to_smem(f.p16[part], p, f.scores, thread)
-            if cutlass.const_expr(s.early and not weigher.is_weight):
-                rounded_before(f.p16[part])
+            if cutlass.const_expr(roomy and part + 1 < s.parts):
+                lse = numbers(smem.lse, slot.index, places[part + 1])
             warpgroup.wait_group(later)
-            weigher.differ(acc_s, acc_dp, *at, smem.delta, slot.index, masked, raw, smem.lse)
-            if cutlass.const_expr(s.sharing == 1):
+            delta = numbers(smem.delta, slot.index, places[part])
+            of_part = self.once_more(smem, weigher, slot, places[part])
+            weigher.differ(acc_s, acc_dp, *at, delta, masked, raw, of_part)
+            if cutlass.const_expr(s.sharing == 1 and not roomy):
                 f.multiply_dv(slot, part, place)
             rounded(acc_dp, f.ds16[part])
             ds = f.of_part(smem.ds, part)[None, None, place]
             wgmma.to_smem(f.ds16[part], ds, f.scores, thread)
+            if cutlass.const_expr(s.sharing == 1 and roomy):
+                f.multiply_dv(slot, part, place)
         cute.arch.fence_view_async_shared()
         self.meet(group)
         acc_dq = f.multiply_dq(place)
@@ -114,11 +130,18 @@ class MainLoop:
                 f.multiply_dv(slot, part, place)
         for part in cutlass.range_constexpr(s.parts):
             f.multiply_dk(slot, part, place)
+        visits, following, head_after = take(visits, smem.visits)  # while products run
         warpgroup.wait_group(s.parts if s.sharing == 1 else 2 * s.parts)
         self.give(io, smem, w, acc_dq, word, head, thread)
         warpgroup.wait_group(0)
         slot.release()
-        return ring, place ^ (s.places - 1)
+        return ring, place ^ (s.places - 1), visits, following, head_after
+
+    def once_more(self, smem, weigher: Weigher, slot, places) -> list | None:
+        """The LSE anew, where gradients of captured tensors need the weights again."""
+        if not weigher.keeps_products or weigher.is_weight:
+            return None
+        return numbers(smem.lse, slot.index, places)
 
     def give(self, io, smem, w, acc_dq, word, head, thread) -> None:
         """Add this warpgroup's share of dQ to its sums, or hand it to the warp that adds."""

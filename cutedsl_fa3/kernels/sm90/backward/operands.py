@@ -302,11 +302,15 @@ class Fragments:
 
     def multiply_scores(self, a: cute.Tensor, b: cute.Tensor, slot) -> cute.Tensor:
         """Issue S^T = K Q^T or dP^T = V dO^T of a part into fresh registers."""
-        warpgroup.fence()
         acc = wgmma.accumulator(self.scores, self.schedule.tile_n, self.schedule.part)
+        self.multiply_into(acc, a, b, slot)
+        return acc
+
+    def multiply_into(self, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, slot) -> None:
+        """The same into given registers."""
+        warpgroup.fence()
         at = b[None, None, None, slot.index]
         wgmma.issue(self.scores, acc, a[None, None, None, 0], at, accumulate=False)
-        return acc
 
     def multiply_dv(self, slot, part: int, place: Int32) -> None:
         """Issue dV += P^T dO of a part."""

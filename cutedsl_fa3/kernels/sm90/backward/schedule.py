@@ -29,9 +29,8 @@ class BackwardSchedule:
     that the products of the second run under the weights of the first, and P and dS of one take the
     registers of S and dP of the other. `add`: dQ joins its sums by "tma" from shared memory, or
     "direct" from registers, four at once. `head_group`: heads whose tiles are interleaved so that
-    they stay in L2. `lag`: dQ and dK of a tile are multiplied beside S and dP of the next
-    (lagging.py), which takes two places, keys that nobody shares and one part. `early`: P is
-    computed before the wait for dP, which the compiler otherwise moves in front of it.
+    they stay in L2. `ahead`: S of the next tile is multiplied at the end of a step (ahead.py),
+    which takes keys that nobody shares, one part, two places and two stages.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -46,8 +45,7 @@ class BackwardSchedule:
     sharing: int = 1
     add: Add = "tma"
     head_group: int = 8
-    lag: bool = False
-    early: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         need = field_rule(self)
@@ -68,10 +66,9 @@ class BackwardSchedule:
         need(self.places in (1, 2), "places", "1 or 2")
         need(self.parts in (1, self.tile_m // wgmma.ROWS), "parts", "1, or one for 64 queries")
         need(self.add in get_args(Add), "add", f"one of {', '.join(get_args(Add))}")
-        for field in ("lag", "early"):
-            need(isinstance(getattr(self, field), bool), field, "True or False")
+        need(isinstance(self.ahead, bool), "ahead", "True or False")
         alone = self.parts == self.sharing == 1 and self.places == 2 and self.stages > 1
-        need(alone or not self.lag, "lag", "True needs parts 1, sharing 1, places 2 and 2 stages")
+        need(alone or not self.ahead, "ahead", "True needs parts 1, sharing 1, places 2, 2 stages")
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
 
     @property
@@ -99,6 +96,5 @@ class BackwardSchedule:
         return (
             f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, "
             f"{self.places} places of dS, {self.consumers} consumer warpgroups"
-            f"{sharing}, dQ added {self.add}{', a tile late' if self.lag else ''}"
-            f"{', P before the wait for dP' if self.early else ''}"
+            f"{sharing}, dQ added {self.add}{', S a tile ahead' if self.ahead else ''}"
         )

@@ -23,7 +23,6 @@ from cutedsl_fa3.variant.lower import exp2, select
 from .captured import Collector, needs_products
 from .operands import AT_ONCE, by_query, rounded
 
-
 PAIR = 2  # neighbouring columns of an accumulator that a thread holds: here queries
 
 
@@ -49,8 +48,8 @@ class Weigher:
         # Of an accumulator, which lies in memory by pairs of queries, then keys.
         if at_once % (PAIR * wgmma.ROWS_HELD):
             raise ValueError(
-                f"at_once = {at_once}: a multiple of {PAIR * wgmma.ROWS_HELD}, as many as neighbours "
-                "in registers are computed together"
+                f"at_once = {at_once}: a multiple of {PAIR * wgmma.ROWS_HELD}, the neighbours in "
+                "registers that are rounded together"
             )
         self.rows_at_once = at_once // wgmma.ROWS_HELD
         self.elements, self.scale_log2 = elements, elements.scale_log2
@@ -127,13 +126,12 @@ class Weigher:
         p16: cute.Tensor,
         places: wgmma.Places,
         corner: tuple[Int32, Int32],
-        lse: cute.Tensor,
-        slot: Int32,
+        lse: list[cute.TensorSSA],
         masked: bool,
     ) -> None:
         """m in place of products, and P rounded.
 
-        Shape: acc, p16 accumulators of keys x queries; lse (tile_m, stages) in base 2.
+        Shape: acc, p16 accumulators of keys x queries; lse as `numbers` loads them, in base 2.
         """
         memo: tuple[dict, dict] = ({}, {})
         x = by_query(acc)
@@ -142,14 +140,12 @@ class Weigher:
             factors = {}
             seen = {}
             for r in range(first, first + self.rows_at_once):
-                if r % 2 == 0:
-                    both = row_pair(lse, slot, places, r)
                 there = [(self.places(places, corner, r, c), r, c) for c in columns]
                 found, slopes = self.values([x[r, c] for c in columns], there, memo)
                 for c, value in zip(columns, found, strict=True):
                     p = value
                     if not self.is_weight:
-                        p = exp2(cute.math.fma(value, self.scale_log2, -both[r % 2]))
+                        p = exp2(cute.math.fma(value, self.scale_log2, -lse[r // 2][r % 2]))
                     if masked:
                         seen[r, c] = self.visible(there[c][0], r, c, memo)
                         p = select(seen[r, c], p, Float32(0.0))
@@ -176,11 +172,10 @@ class Weigher:
         acc_dp: cute.Tensor,
         places: wgmma.Places,
         corner: tuple[Int32, Int32],
-        delta: cute.Tensor,
-        slot: Int32,
+        delta: list[cute.TensorSSA],
         masked: bool,
         products: cute.Tensor | None = None,
-        lse: cute.Tensor | None = None,
+        lse: list[cute.TensorSSA] | None = None,
     ) -> None:
         """dS = m * (dP - delta) in place of dP; 0 where the mask hides, whatever dP is.
 
@@ -191,10 +186,9 @@ class Weigher:
         memo: tuple[dict, dict] = ({}, {})
         m, dp = by_query(acc_m), by_query(acc_dp)
         for r in range(len(places.row_offsets)):
-            if r % 2 == 0:
-                both = row_pair(delta, slot, places, r)
+            of_row = delta[r // 2][r % 2]
             for c in range(len(places.col_offsets)):
-                ds = m[r, c] * (dp[r, c] - both[r % 2])
+                ds = m[r, c] * (dp[r, c] - of_row)
                 if masked:
                     at = self.places(places, corner, r, c)
                     seen = self.visible(at, r, c, memo)
@@ -206,10 +200,10 @@ class Weigher:
                         x = by_query(products)[r, c]
                         scale = self.elements.scale
                         at = {**at, "score": x * scale, "product": (x, scale)}
-                        gradient = dp[r, c] - both[r % 2]
+                        gradient = dp[r, c] - of_row
                         if not self.is_weight:
                             value = Element(self.value_and_factor, at, r, c, memo[0], False)
-                            shift = row_pair(lse, slot, places, r - r % 2)[r % 2]
+                            shift = lse[r // 2][r % 2]
                             value = value.value(self.value_and_factor.graph.output)
                             p = exp2(cute.math.fma(value, self.scale_log2, -shift))
                             gradient = p * gradient
@@ -220,23 +214,10 @@ class Weigher:
             collector.add()
 
 
-def rounded_before(p16: cute.Tensor) -> None:
-    """Keep the computation of P in front of the next wait, as the forward's `finished` does.
+def numbers(rows: cute.Tensor, slot: Int32, places: wgmma.Places) -> list[cute.TensorSSA]:
+    """The numbers of a thread's rows, by one load for each and its neighbour.
 
-    The condition is one that P, rounded and packed by two, does not meet: its numbers have no sign.
+    Shape: rows (tile_m, stages) in shared memory.
     """
-    words = cute.recast_tensor(p16, Int32)
-    together = words[0]
-    for n in range(1, cute.size(words)):
-        together = together | words[n]
-    cute.arch.inline_ptx(
-        "{ .reg .pred odd; .reg .b32 address; mov.b32 address, 0; "
-        "setp.eq.u32 odd, {$r0}, 0x80008000; @odd st.volatile.shared.b32 [address], {$r0}; }",
-        read_only_args=[together],
-    )
-
-
-def row_pair(rows: cute.Tensor, slot: Int32, places: wgmma.Places, r: int) -> cute.Tensor:
-    """The numbers of a thread's row and of its neighbour, by one load; r is even."""
-    pair = places.row // 2 + places.row_offsets[r] // 2
-    return cute.local_tile(rows[None, slot], (2,), (pair,)).load()
+    pairs = [places.row // 2 + offset // 2 for offset in places.row_offsets[:: wgmma.ROWS_HELD]]
+    return [cute.local_tile(rows[None, slot], (2,), (pair,)).load() for pair in pairs]
