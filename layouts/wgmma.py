@@ -146,12 +146,20 @@ def as_operand(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, layout)
 
 
-def to_smem(acc: cute.Tensor, smem: cute.Tensor, mma: cute.TiledMma, thread: cute.Int32) -> None:
+def to_smem(
+    acc: cute.Tensor,
+    smem: cute.Tensor,
+    mma: cute.TiledMma,
+    thread: cute.Int32,
+    *,
+    transpose: bool = False,
+) -> None:
     """Round an accumulator to the tile's type, if need be, and write this thread's share.
 
+    `transpose`: the tile's columns are contiguous, as of `layouts.transposed` of one with rows.
     The caller fences the async proxy and synchronises before a TMA store reads the tile.
     """
-    op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4)
+    op = warp.StMatrix8x8x16bOp(transpose=transpose, num_matrices=4)
     atom = cute.make_copy_atom(op, smem.element_type)
     copy = cute.make_tiled_copy_C(atom, mma)
     rounded = acc

@@ -9,6 +9,8 @@ import torch
 from sound import assert_sound
 
 from cutedsl_fa3 import Variant, configs_backward, contract, masks
+from cutedsl_fa3.audit import disassemble
+from cutedsl_fa3.compile import compile_kernel
 from cutedsl_fa3.kernels.sm90.backward.schedule import BackwardSchedule
 from cutedsl_fa3.kernels.sm90.backward.sums import strip, whole
 from cutedsl_fa3.kernels.sm90.backward.weights import Weigher
@@ -118,9 +120,18 @@ AHEAD = {"parts": 1, "ahead": True, "add": "tma"}
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("by_query", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_scores_that_come_a_tile_ahead_neither_spill_nor_serialise(dim):
-    assert_sound(backward_plan(dim, masks.causal, **AHEAD))
+def test_scores_that_come_a_tile_ahead_neither_spill_nor_serialise(dim, by_query):
+    assert_sound(backward_plan(dim, masks.causal, **AHEAD, by_query=by_query))
+
+
+@pytest.mark.compile
+def test_ds_by_query_is_transposed_when_it_is_stored_and_not_when_it_is_read():
+    for by_query, read, stored in ((False, 8, 0), (True, 0, 8)):
+        code = disassemble(compile_kernel(backward_plan(128, by_query=by_query).kernel).cubin)
+        turned = [code.count(word) for word in ("gdesc[UR", ".tnspA", "STSM.16.MT88")]
+        assert turned[0] and turned[1:] == [2 * read, stored]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -202,6 +213,7 @@ def test_head_sizes_are_served_by_the_next_of_the_table():
         ("consumers", 4),
         ("sharing", 3),
         ("ahead", 1),
+        ("by_query", 1),
         ("add", "atomic"),
         ("head_group", 0),
         ("stages", 2.0),
@@ -219,6 +231,12 @@ def test_a_schedule_outside_its_range_is_refused_by_field_and_value(field, value
 def test_scores_ahead_are_refused_where_what_they_need_is_not_there(beside):
     with pytest.raises(ScheduleError, match="ahead = True: True needs parts 1, sharing 1, places"):
         BackwardSchedule(ahead=True, **beside)
+
+
+@pytest.mark.parametrize("beside", [{"tile_m": 128, "parts": 2}, {"tile_n": 64, "sharing": 2}])
+def test_ds_by_query_is_refused_where_it_is_read_by_key_as_well(beside):
+    with pytest.raises(ScheduleError, match="by_query = True: True needs parts 1 and sharing 1"):
+        BackwardSchedule(by_query=True, **beside)
 
 
 def test_what_is_rounded_together_is_computed_together():

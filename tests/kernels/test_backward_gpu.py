@@ -95,6 +95,8 @@ OTHERS = [  # schedules of no row, by what differs from the default of that head
     (64, {"tile_m": 64, "parts": 1, "ahead": True, "stages": 3}),
     (64, {"tile_m": 128, "parts": 2, "ahead": False}),
     (64, {"add": "tma"}),
+    (64, {"by_query": True}),
+    (128, {"by_query": True}),
     (128, {"ahead": True}),
     (128, {"ahead": True, "add": "direct"}),
     (128, {"places": 1, "add": "direct"}),

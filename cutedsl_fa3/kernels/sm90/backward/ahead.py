@@ -88,7 +88,7 @@ class Ahead:
         lse = self.once_more(smem, weigher, slot, places)
         weigher.differ(acc_s, acc_dp, *at, delta, masked, raw, lse)
         rounded(acc_dp, f.ds16[0])
-        wgmma.to_smem(f.ds16[0], smem.ds[None, None, place], f.scores, thread)
+        f.store_ds(smem.ds, 0, place, thread)
         f.multiply_dv(slot, 0, place)
         cute.arch.fence_view_async_shared()
         self.meet(group)

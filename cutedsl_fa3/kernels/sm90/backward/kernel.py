@@ -97,7 +97,9 @@ class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
             "v": Tile(s.tile_n, dims[1], dtype),
             "q": Tile(s.tile_m, dims[0], dtype, pieces=s.sharing),
             "do": Tile(s.tile_m, dims[1], dtype, pieces=s.sharing),
-            "ds": Tile(s.tile_n, s.tile_m, dtype),
+            "ds": Tile(s.tile_m, s.tile_n, dtype)
+            if s.by_query
+            else Tile(s.tile_n, s.tile_m, dtype),
             "lse": Row(s.tile_m, Float32),
             "delta": Row(s.tile_m, Float32),
         }

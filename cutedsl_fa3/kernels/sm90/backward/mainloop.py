@@ -118,8 +118,7 @@ class MainLoop:
             if cutlass.const_expr(s.sharing == 1 and not roomy):
                 f.multiply_dv(slot, part, place)
             rounded(acc_dp, f.ds16[part])
-            ds = f.of_part(smem.ds, part)[None, None, place]
-            wgmma.to_smem(f.ds16[part], ds, f.scores, thread)
+            f.store_ds(smem.ds, part, place, thread)
             if cutlass.const_expr(s.sharing == 1 and roomy):
                 f.multiply_dv(slot, part, place)
         cute.arch.fence_view_async_shared()

@@ -129,7 +129,7 @@ def dq_mma(s: BackwardSchedule, dtype: type, d: int) -> cute.TiledMma:
         dtype,
         d // s.beside,
         s.consumers // s.beside,
-        a_major="m",
+        a_major="k" if s.by_query else "m",
         b_major="n",
         beside=s.beside,
     )
@@ -270,7 +270,8 @@ class Fragments:
                     (self.dk, of_dk, smem.ds),
                 )
             )
-        self.ds = self.dq.make_fragment_A(of_dq.partition_A(transposed(smem.ds)))
+        ds = smem.ds if s.by_query else transposed(smem.ds)
+        self.ds = self.dq.make_fragment_A(of_dq.partition_A(ds))
         self.k_t = self.dq.make_fragment_B(of_dq.partition_B(transposed(smem.k)))
         self.acc_dk = wgmma.accumulator(self.dk, s.tile_n, d)
         self.acc_dv = wgmma.accumulator(self.dv, s.tile_n, dv)
@@ -299,6 +300,15 @@ class Fragments:
         """The columns of a part of P^T or dS^T (keys, queries, places)."""
         s = self.schedule
         return cute.local_tile(tile, (s.tile_n, s.part, s.places), (0, part, 0))
+
+    def store_ds(self, tile: cute.Tensor, part: int, place: Int32, thread: Int32) -> None:
+        """dS of a part, rounded, to a place of `tile`."""
+        if self.schedule.by_query:
+            ds = transposed(tile)[None, None, place]
+            wgmma.to_smem(self.ds16[part], ds, self.scores, thread, transpose=True)
+        else:
+            ds = self.of_part(tile, part)[None, None, place]
+            wgmma.to_smem(self.ds16[part], ds, self.scores, thread)
 
     def multiply_scores(self, a: cute.Tensor, b: cute.Tensor, slot) -> cute.Tensor:
         """Issue S^T = K Q^T or dP^T = V dO^T of a part into fresh registers."""

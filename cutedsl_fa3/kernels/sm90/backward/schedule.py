@@ -31,6 +31,8 @@ class BackwardSchedule:
     "direct" from registers, four at once. `head_group`: heads whose tiles are interleaved so that
     they stay in L2. `ahead`: S of the next tile is multiplied at the end of a step (ahead.py),
     which takes keys that nobody shares, one part, two places and two stages.
+    `by_query`: dS lies in shared memory by rows of queries, as dQ reads it, and is transposed when
+    it is stored; for keys that nobody shares and one part.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -46,6 +48,7 @@ class BackwardSchedule:
     add: Add = "tma"
     head_group: int = 8
     ahead: bool = False
+    by_query: bool = False
 
     def __post_init__(self) -> None:
         need = field_rule(self)
@@ -69,6 +72,9 @@ class BackwardSchedule:
         need(isinstance(self.ahead, bool), "ahead", "True or False")
         alone = self.parts == self.sharing == 1 and self.places == 2 and self.stages > 1
         need(alone or not self.ahead, "ahead", "True needs parts 1, sharing 1, places 2, 2 stages")
+        need(isinstance(self.by_query, bool), "by_query", "True or False")
+        single = self.parts == self.sharing == 1
+        need(single or not self.by_query, "by_query", "True needs parts 1 and sharing 1")
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
 
     @property
@@ -97,4 +103,5 @@ class BackwardSchedule:
             f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, "
             f"{self.places} places of dS, {self.consumers} consumer warpgroups"
             f"{sharing}, dQ added {self.add}{', S a tile ahead' if self.ahead else ''}"
+            f"{', dS by query' if self.by_query else ''}"
         )
