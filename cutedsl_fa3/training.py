@@ -59,7 +59,7 @@ class Sizes:
 
 
 SMALL = Sizes(128, 32, (3, 17), 16, 2, 32, 1, batch=4, steps=120, rate=5e-3)  # seconds on a CPU
-LARGE = Sizes(4096, 512, (100, 400), 16, 4, 128, 2, batch=4, steps=300, rate=2e-3)
+LARGE = Sizes(4096, 256, (50, 200), 16, 4, 128, 2, batch=4, steps=300, rate=1e-3)
 
 
 # The task
