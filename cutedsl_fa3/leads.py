@@ -109,22 +109,6 @@ LEADS = (
     Lead("Query heads of one key head in one tile?", _values("pack", 1, 2, 4, 8, 16), FEW_QUERIES),
 )
 
-TAKEN_OUT = """\
-## Taken out again
-
-The first product of a work tile issued with the last of the one before, Q in two slots where there
-is room: full attention in bf16, speed over the table's schedule in the same turns, medians of 7
-bursts, 2026-11-30; the samples were not kept. A warpgroup that is done with a work tile does not
-have to fill its own gap: the other's products do.
-
-| head size | S=1024 | S=4096 | S=16384 |
-| --- | --- | --- | --- |
-| 64 | 0.940 | 0.985 | 1.004 |
-| 96 | 0.928 | 0.994 | |
-| 128 | 0.953 | 0.992 | 1.002 |
-| 192 | 0.950 | 0.982 | |
-| 256 | 0.967 | 0.989 | 0.992 |"""
-
 
 def chosen(case: Case) -> Schedule:
     """The table's schedule for a problem."""
@@ -187,7 +171,7 @@ def page(record: Record) -> str:
             lines.append(" | ".join((_said(case), f"{base.tflops:.0f}", *speeds.values())))
         body = "\n".join(f"| {line} |" for line in lines)
         parts.append(f"## {lead.question}\n\n{body}")
-    return "\n\n".join((*parts, TAKEN_OUT)) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def _of(schedule: Schedule, rows: Iterable[ScheduleRow]) -> ScheduleRow | None:

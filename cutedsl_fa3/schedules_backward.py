@@ -52,7 +52,7 @@ _SHARED = BackwardSchedule(tile_n=64, sharing=2)
 
 # Head sizes, needs, deterministic; schedule; why: speed over this row's at S = 4096 on an H200, or
 # what does not fit. A row has the most queries and keys with which the compiler spills nothing, in
-# bf16 and fp16; notebooks/leads_backward.md has what else was tried.
+# bf16 and fp16; notebooks/tried.md has what else was tried.
 TABLE = (
     Row(64, 64, "uniform", False, replace(_AHEAD, add="direct"), "two parts 0.91; tma 0.94"),
     Row(64, 64, "tables", False, _PLAIN, "bias: 128 queries spill 64 B"),
