@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from cutedsl_fa3.layouts import wgmma
@@ -31,41 +30,22 @@ class Ahead:
     """What `BackwardSm90.consumer` does with `schedule.ahead`; mixed in beside `MainLoop`."""
 
     @cute.jit
-    def along_ahead(self, io, smem, f, w, ports, thread):
-        """All tiles of queries that the producer names."""
-        visits, ring, place = ports.visits, ports.rows, Int32(0)
-        visits, word, head = take(visits, smem.visits)
-        acc_s = wgmma.accumulator(f.scores, self.schedule.tile_n, self.schedule.tile_m)
+    def begin(self, f, ring, word):
+        """S of the first tile, if there is one."""
         if word != END:
-            self.start(f, acc_s, ring.wait())
+            self.start(f, ring.wait())
             warpgroup.wait_group(0)
-        if cutlass.const_expr(self.plan.deterministic):
-            while word != END:
-                if word % 2 == 1:
-                    ring, place, visits, word, head = self.step_ahead(
-                        io, smem, f, w, acc_s, ring, visits, word, head, place, thread, True
-                    )
-                else:
-                    ring, place, visits, word, head = self.step_ahead(
-                        io, smem, f, w, acc_s, ring, visits, word, head, place, thread, False
-                    )
-        else:
-            while word != END and word % 2 == 1:
-                ring, place, visits, word, head = self.step_ahead(
-                    io, smem, f, w, acc_s, ring, visits, word, head, place, thread, True
-                )
-            if cutlass.const_expr(self.ever_full):
-                while word != END:
-                    ring, place, visits, word, head = self.step_ahead(
-                        io, smem, f, w, acc_s, ring, visits, word, head, place, thread, False
-                    )
 
-    def start(self, f, acc_s, slot) -> None:
-        """Issue S of the tile in this slot."""
-        f.multiply_into(acc_s, f.k, f.q[0], slot)
+    def start(self, f, slot) -> None:
+        """Issue S of the tile in this slot; a call of `f` would make a branch carry it."""
+        f.multiply_into(f.acc_s, f.k, f.q[0], slot)
+
+    def clear(self, f) -> None:
+        """Nothing in the registers of S."""
+        f.acc_s.fill(0.0)
 
     @cute.jit
-    def step_ahead(self, io, smem, f, w, acc_s, ring, visits, word, head, place, thread,
+    def step_ahead(self, io, smem, f, w, ring, visits, word, head, place, thread,
                    masked: cutlass.Constexpr):  # fmt: skip
         """One tile of queries, but for its S, and S of the next.
 
@@ -81,12 +61,12 @@ class Ahead:
         acc_dp = f.multiply_scores(f.v, f.do[0], slot)
         weigher = self.weigher(io, head, w.batch)
         at = (places, (word // 2 * s.tile_m, w.n_block * s.tile_n))
-        raw = self.kept(weigher, acc_s)
-        weigher.weigh(acc_s, f.p16[0], *at, lse, masked)
+        raw = self.kept(weigher, f.acc_s)
+        weigher.weigh(f.acc_s, f.p16[0], *at, lse, masked)
         warpgroup.wait_group(0)
         delta = numbers(smem.delta, slot.index, places)
         lse = self.once_more(smem, weigher, slot, places)
-        weigher.differ(acc_s, acc_dp, *at, delta, masked, raw, lse)
+        weigher.differ(f.acc_s, acc_dp, *at, delta, masked, raw, lse)
         rounded(acc_dp, f.ds16[0])
         f.store_ds(smem.ds, 0, place, thread)
         f.multiply_dv(slot, 0, place)
@@ -100,13 +80,13 @@ class Ahead:
         if following != END:
             next_end = ring.clone()
             next_end.advance()
-            self.start(f, acc_s, next_end.wait())
+            self.start(f, next_end.wait())
             warpgroup.wait_group(1)
             slot.release()
             warpgroup.wait_group(0)
         else:
             warpgroup.wait_group(0)
             slot.release()
-            acc_s.fill(0.0)  # so that what was there is not kept until here
+            self.clear(f)  # so that what was there is not kept until here
         ring.advance()
         return ring, place ^ (s.places - 1), visits, following, head_after

@@ -97,9 +97,7 @@ class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
             "v": Tile(s.tile_n, dims[1], dtype),
             "q": Tile(s.tile_m, dims[0], dtype, pieces=s.sharing),
             "do": Tile(s.tile_m, dims[1], dtype, pieces=s.sharing),
-            "ds": Tile(s.tile_m, s.tile_n, dtype)
-            if s.by_query
-            else Tile(s.tile_n, s.tile_m, dtype),
+            "ds": Tile(*((s.tile_m, s.tile_n) if s.by_query else (s.tile_n, s.tile_m)), dtype),
             "lse": Row(s.tile_m, Float32),
             "delta": Row(s.tile_m, Float32),
         }
@@ -153,7 +151,7 @@ class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
         """What the tables promise about the machine code.
 
         The loop over tiles with an element mask is a place for the five products, so is the loop
-        over those without.
+        over those without; with `ahead` the first S stands before both.
         """
         s, (d, dv) = self.schedule, self.dims
         adds = {}
@@ -333,10 +331,7 @@ class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
         f.acc_dk.fill(0.0)
         f.acc_dv.fill(0.0)
         ports.kv.wait_and_advance()
-        if cutlass.const_expr(s.ahead):
-            self.along_ahead(io, smem, f, w, ports, thread)
-        else:
-            self.along(io, smem, f, w, ports, thread)
+        self.along(io, smem, f, w, ports, thread)
         if cutlass.const_expr(s.add == "tma"):
             group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             self.barriers["empty", group].arrive_and_wait()

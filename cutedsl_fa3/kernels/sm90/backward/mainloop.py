@@ -2,9 +2,8 @@
 
 S^T = K Q^T    dP^T = V dO^T         both issued at once
 P = 2^(S - LSE)                      while dP runs
-dS = P * (dP - delta)
-dV += P^T dO                         from registers
-dS -> shared memory, all warpgroups meet
+dS = P * (dP - delta)                to shared memory
+dV += P^T dO                         from registers; all warpgroups meet
 dQ = dS K                            each warpgroup its share of the tile
 dK += dS^T Q                         from registers; meanwhile dQ goes to the warp that adds it
 
@@ -43,7 +42,8 @@ def again(number: cutlass.Int32) -> cutlass.Int32:
 class MainLoop:
     """What `BackwardSm90.consumer` does for each tile of queries.
 
-    Mixed into a kernel that has `schedule`, `barriers`, `sums` and `elements`.
+    Mixed into a kernel that has `schedule`, `barriers`, `sums` and `elements`, and the steps of
+    `Ahead`.
     """
 
     @cute.jit
@@ -52,24 +52,27 @@ class MainLoop:
         ring, visits = ports.rows, ports.visits
         place = cutlass.Int32(0)
         visits, word, head = take(visits, smem.visits)
+        step = self.step_ahead if self.schedule.ahead else self.step
+        if cutlass.const_expr(self.schedule.ahead):
+            self.begin(f, ring, word)
         if cutlass.const_expr(self.plan.deterministic):
             while word != END:
                 if word % 2 == 1:
-                    ring, place, visits, word, head = self.step(
+                    ring, place, visits, word, head = step(
                         io, smem, f, w, ring, visits, word, head, place, thread, True
                     )
                 else:
-                    ring, place, visits, word, head = self.step(
+                    ring, place, visits, word, head = step(
                         io, smem, f, w, ring, visits, word, head, place, thread, False
                     )
         else:
             while word != END and word % 2 == 1:
-                ring, place, visits, word, head = self.step(
+                ring, place, visits, word, head = step(
                     io, smem, f, w, ring, visits, word, head, place, thread, True
                 )
             if cutlass.const_expr(self.ever_full):
                 while word != END:
-                    ring, place, visits, word, head = self.step(
+                    ring, place, visits, word, head = step(
                         io, smem, f, w, ring, visits, word, head, place, thread, False
                     )
 

@@ -275,6 +275,9 @@ class Fragments:
         self.k_t = self.dq.make_fragment_B(of_dq.partition_B(transposed(smem.k)))
         self.acc_dk = wgmma.accumulator(self.dk, s.tile_n, d)
         self.acc_dv = wgmma.accumulator(self.dv, s.tile_n, dv)
+        self.acc_s = None  # of the next tile, where it is multiplied ahead
+        if s.ahead:
+            self.acc_s = wgmma.accumulator(self.scores, s.tile_n, s.part)
         held = self.scores.partition_shape_C((s.tile_n, s.part))
         self.p16, self.ds16 = (
             [cute.make_rmem_tensor(held, dtype) for _ in range(s.parts)] for _ in range(2)

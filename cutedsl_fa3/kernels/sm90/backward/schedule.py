@@ -70,10 +70,14 @@ class BackwardSchedule:
         need(self.parts in (1, self.tile_m // wgmma.ROWS), "parts", "1, or one for 64 queries")
         need(self.add in get_args(Add), "add", f"one of {', '.join(get_args(Add))}")
         need(isinstance(self.ahead, bool), "ahead", "True or False")
-        alone = self.parts == self.sharing == 1 and self.places == 2 and self.stages > 1
-        need(alone or not self.ahead, "ahead", "True needs parts 1, sharing 1, places 2, 2 stages")
-        need(isinstance(self.by_query, bool), "by_query", "True or False")
         single = self.parts == self.sharing == 1
+        roomy = self.places == 2 and self.stages > 1
+        need(
+            (single and roomy) or not self.ahead,
+            "ahead",
+            "True needs parts 1, sharing 1, places 2, 2 stages",
+        )
+        need(isinstance(self.by_query, bool), "by_query", "True or False")
         need(single or not self.by_query, "by_query", "True needs parts 1 and sharing 1")
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
 

@@ -145,7 +145,7 @@ class Weigher:
                 for c, value in zip(columns, found, strict=True):
                     p = value
                     if not self.is_weight:
-                        p = exp2(cute.math.fma(value, self.scale_log2, -lse[r // 2][r % 2]))
+                        p = exp2(cute.math.fma(value, self.scale_log2, -lse[r // PAIR][r % PAIR]))
                     if masked:
                         seen[r, c] = self.visible(there[c][0], r, c, memo)
                         p = select(seen[r, c], p, Float32(0.0))
@@ -186,7 +186,7 @@ class Weigher:
         memo: tuple[dict, dict] = ({}, {})
         m, dp = by_query(acc_m), by_query(acc_dp)
         for r in range(len(places.row_offsets)):
-            of_row = delta[r // 2][r % 2]
+            of_row = delta[r // PAIR][r % PAIR]
             for c in range(len(places.col_offsets)):
                 ds = m[r, c] * (dp[r, c] - of_row)
                 if masked:
@@ -203,7 +203,7 @@ class Weigher:
                         gradient = dp[r, c] - of_row
                         if not self.is_weight:
                             value = Element(self.value_and_factor, at, r, c, memo[0], False)
-                            shift = lse[r // 2][r % 2]
+                            shift = lse[r // PAIR][r % PAIR]
                             value = value.value(self.value_and_factor.graph.output)
                             p = exp2(cute.math.fma(value, self.scale_log2, -shift))
                             gradient = p * gradient
@@ -219,5 +219,5 @@ def numbers(rows: cute.Tensor, slot: Int32, places: wgmma.Places) -> list[cute.T
 
     Shape: rows (tile_m, stages) in shared memory.
     """
-    pairs = [places.row // 2 + offset // 2 for offset in places.row_offsets[:: wgmma.ROWS_HELD]]
-    return [cute.local_tile(rows[None, slot], (2,), (pair,)).load() for pair in pairs]
+    pairs = [places.row // PAIR + offset // PAIR for offset in places.row_offsets[::PAIR]]
+    return [cute.local_tile(rows[None, slot], (PAIR,), (pair,)).load() for pair in pairs]
