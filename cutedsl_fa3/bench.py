@@ -45,9 +45,9 @@ def window(call: Call, repeats: int) -> float:
     """Milliseconds per call of back-to-back calls; the GPU is idle before and after."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    # About 0.3 ms of spinning on the GPU: the first launch is queued before the clock starts, so
-    # a slow host path does not count as kernel time.
-    torch.cuda._sleep(500_000)
+    # About 1 ms of spinning on the GPU: the first call is queued before the clock starts, so a slow
+    # host path (that of a backward in torch takes more than 0.3 ms) does not count as kernel time.
+    torch.cuda._sleep(2_000_000)
     start.record()
     for _ in range(repeats):
         call()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +24,7 @@ from .inputs import (
     checked_scale,
     without_scores,
 )
-from .kernels.sm90.backward.schedule import BackwardSchedule
+from .kernels.sm90.backward.schedule import WORDS, BackwardSchedule
 from .kernels.sm90.backward.work import FLAGGED
 from .pipelines import ScheduleError
 from .plans_backward import BackwardPlan
@@ -31,11 +33,23 @@ from .schedules_backward import tile_dims
 from .variant import Variant
 from .variant.derive import of_element
 from .variant.pairs import dense
+from .variant.summaries import table_shape
+
+
+class Loaded(NamedTuple):
+    """The loaded kernels of a plan, and what a call needs to know of it; none refers to a variant.
+
+    `width`: columns of a tile of dQ. `has_table`: captured vectors are summarised by block.
+    """
+
+    launch: Callable[..., None]
+    schedule: BackwardSchedule
+    width: int
+    has_table: bool
+
 
 # By variant, which may be freed meanwhile: neither keys nor values refer to it.
-_launchers: weakref.WeakKeyDictionary[
-    Variant, dict[tuple, tuple[Callable[..., None], BackwardSchedule]]
-] = weakref.WeakKeyDictionary()
+_launchers: weakref.WeakKeyDictionary[Variant, dict[tuple, Loaded]] = weakref.WeakKeyDictionary()
 _before: weakref.WeakKeyDictionary[Variant, Variant] = weakref.WeakKeyDictionary()
 
 
@@ -110,14 +124,14 @@ def _launched(
     again = read if deterministic else ()  # a kernel adds to these as its parts come
     kind = (q.dtype, q.shape[3], v.shape[3])
     in_kernel = () if again else read
-    launch, plan = _launcher(variant, *kind, schedule, dlse is not None, deterministic, in_kernel)
+    loaded = _launcher(variant, *kind, schedule, dlse is not None, deterministic, in_kernel)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    rows, sums, table, turns, flags = _workspace(plan, q, k)
+    rows, sums, table, turns, flags = _workspace(loaded, variant, q, k, deterministic)
     check_addresses(variant.captures)
     captures = as_numbers(variant.captures)
     q, k, v, out, dout = (_readable(t) for t in (q, k, v, out, dout))
     with torch.cuda.device(q.device):
-        launch(
+        loaded.launch(
             q, k, v, out, lse, dout, dlse, dq, dk, dv, captures,
             table, rows[0], rows[1], sums, turns,
             tuple(_with_dimension(captured[n]) for n in in_kernel) or None, flags, scale,
@@ -139,14 +153,23 @@ def check_served(q: torch.Tensor, v: torch.Tensor) -> None:
     """
     if calls.emulated(q.device):
         return
-    try:
-        tile_dims(Problem(NAMES[q.dtype], q.shape[3], v.shape[3]))
-    except ScheduleError as error:
+    why = _not_served(q.dtype, q.shape[3], v.shape[3])
+    if why is not None:
         raise Unsupported(
-            f"a gradient is asked for and {error}; cutedsl_fa3.reference.attention is "
+            f"a gradient is asked for and {why}; cutedsl_fa3.reference.attention is "
             "differentiable and computes the same variant, and under torch.no_grad() attention "
             "returns the output alone"
-        ) from None
+        )
+
+
+@lru_cache(maxsize=256)
+def _not_served(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> str | None:
+    """Why no tile holds these head sizes; None where one does."""
+    try:
+        tile_dims(Problem(NAMES[dtype], head_dim, head_dim_v))
+    except ScheduleError as error:
+        return str(error)
+    return None
 
 
 def without_epilogue(variant: Variant) -> Variant:
@@ -157,23 +180,25 @@ def without_epilogue(variant: Variant) -> Variant:
 
 
 def _workspace(
-    plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor
+    loaded: Loaded, variant: Variant, q: torch.Tensor, k: torch.Tensor, deterministic: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Each row's LSE and delta, the sums of dQ, summaries of blocks, turns and flags: O(seqlen)."""
-    s = plan.schedule
+    s = loaded.schedule
     batch, seqlen_q, heads, _ = q.shape
     tiles = -(-seqlen_q // s.tile_m)
-    rows = torch.empty(2, batch, heads, tiles * s.tile_m, dtype=torch.float32, device=q.device)
-    words = batch * heads * tiles * s.tile_m * tile_dims(plan.problem)[0]
-    sums = torch.empty(words // 32, 32, dtype=torch.float32, device=q.device)
-    shape = plan.table_shape(batch, heads, seqlen_q, k.shape[1])
-    table = None if shape is None else torch.empty(shape, dtype=torch.int32, device=q.device)
+    fp32, int32 = ({"dtype": t, "device": q.device} for t in (torch.float32, torch.int32))
+    rows = torch.empty(2, batch, heads, tiles * s.tile_m, **fp32)
+    sums = torch.empty(batch * heads * tiles * s.tile_m * loaded.width // WORDS, WORDS, **fp32)
+    table = None
+    if loaded.has_table:
+        lengths = (seqlen_q, k.shape[1])
+        shape = table_shape(variant.mask, batch, heads, *lengths, s.tile_m, s.tile_n)
+        table = torch.empty(shape, **int32)
     turns = None
-    if plan.deterministic:
-        turns = torch.empty(batch, heads, tiles, dtype=torch.int32, device=q.device)
-        turns = turns.permute(2, 1, 0)
+    if deterministic:
+        turns = torch.empty(batch, heads, tiles, **int32).permute(2, 1, 0)
     of_head = -(-k.shape[1] // s.tile_n) * (s.tile_n // FLAGGED)
-    flags = torch.empty(batch * k.shape[2] * of_head, dtype=torch.int32, device=q.device)
+    flags = torch.empty(batch * k.shape[2] * of_head, **int32)
     return rows, sums, table, turns, flags
 
 
@@ -215,6 +240,10 @@ def _check_results(
 
 def _readable(t: torch.Tensor) -> torch.Tensor:
     """The tensor as TMA can read it, or a copy of it where it cannot."""
+    if t.is_contiguous() and not (
+        t.is_neg() or t.data_ptr() % ALIGNED or t.shape[3] * t.element_size() % ALIGNED
+    ):
+        return t
     if t.is_neg() or t.stride(3) != 1 or t.data_ptr() % ALIGNED:
         return t.resolve_neg().clone(memory_format=torch.contiguous_format)
     try:
@@ -232,8 +261,8 @@ def _launcher(
     has_dlse: bool,
     deterministic: bool,
     wanted: tuple[int, ...],
-) -> tuple[Callable[..., None], BackwardPlan]:
-    """The loaded kernels of a plan and their plan, made anew around the variant."""
+) -> Loaded:
+    """The kernels of a call of this kind, compiled and loaded once."""
     types = tuple(t.dtype for t in variant.captures)
     key = (
         dtype,
@@ -247,14 +276,15 @@ def _launcher(
         dense(variant),
     )
     known = _launchers.setdefault(variant, {})
-    problem = Problem(NAMES[dtype], head_dim, head_dim_v)
     if key not in known:
+        problem = Problem(NAMES[dtype], head_dim, head_dim_v)
         options = {"has_dlse": has_dlse, "deterministic": deterministic, "wanted": wanted}
         if schedule is None:
             plan = BackwardPlan.default(variant, problem, **options)
         else:
             plan = BackwardPlan(variant, problem, schedule, **options)
         plan.check()
-        known[key] = cache.get(plan.kernel).launch, plan.schedule
-    launch, schedule = known[key]
-    return launch, BackwardPlan(variant, problem, schedule, has_dlse, deterministic, wanted)
+        has_table = plan.table_shape(1, 1, 1, 1) is not None
+        launch = cache.get(plan.kernel).launch
+        known[key] = Loaded(launch, plan.schedule, plan.tile_dims[0], has_table)
+    return known[key]

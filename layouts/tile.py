@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind, make_smem_layout_atom
 
 from .errors import LayoutError
-from .swizzle import Swizzle, widest
+from .swizzle import NONE, Swizzle, widest
 from .tma import TensorMap
 
 MAX_BOX = 256  # elements of a box along any dimension; source: cuTensorMapEncodeTiled
@@ -43,7 +43,8 @@ class Tile:
     """A rows x cols block of `dtype`, columns contiguous, swizzled by its row length.
 
     `pieces`: products take its columns in so many equal pieces, so that each begins with a swizzle
-    span.
+    span. `plain`: rows lie one after the other without a swizzle, which threads that write whole
+    rows do not need; no product reads such a tile.
 
     Raises:
         LayoutError: rows not a multiple of 8, a row that no swizzle span divides, or a dtype that
@@ -54,6 +55,7 @@ class Tile:
     cols: int
     dtype: type
     pieces: int = 1
+    plain: bool = False
 
     align: ClassVar[int] = ALIGN
 
@@ -86,8 +88,8 @@ class Tile:
 
     @property
     def swizzle(self) -> Swizzle:
-        """The widest swizzle whose span divides a row, or each of its pieces."""
-        return widest(self.row_bytes // self.pieces)
+        """The widest swizzle whose span divides a row, or each of its pieces; none where plain."""
+        return NONE if self.plain else widest(self.row_bytes // self.pieces)
 
     @property
     def box(self) -> tuple[int, int]:
@@ -95,7 +97,8 @@ class Tile:
         split = -(-self.rows // MAX_BOX)
         while self.rows % split:
             split += 1
-        return min(self.cols, self.swizzle.span * 8 // self.dtype.width), self.rows // split
+        most = MAX_BOX if self.plain else self.swizzle.span * 8 // self.dtype.width
+        return min(self.cols, most), self.rows // split
 
     @property
     def copies(self) -> int:
@@ -128,8 +131,11 @@ class Tile:
 
     # What follows needs an MLIR context: a kernel being traced, or `host_cute()`.
 
-    def layout(self, stages: int | None = None) -> cute.ComposedLayout:
-        """Swizzled shared-memory layout (rows, cols[, stages])."""
+    def layout(self, stages: int | None = None) -> cute.ComposedLayout | cute.Layout:
+        """Shared-memory layout (rows, cols[, stages]), swizzled unless plain."""
+        if self.plain:
+            shape = (self.rows, self.cols) if stages is None else (self.rows, self.cols, stages)
+            return cute.make_ordered_layout(shape, order=(1, 0, 2)[: len(shape)])
         atom = make_smem_layout_atom(_K_MAJOR_ATOM[self.swizzle.span], self.dtype)
         if stages is None:
             return cute.tile_to_shape(atom, (self.rows, self.cols), order=(0, 1))
@@ -138,6 +144,8 @@ class Tile:
     def tensor(self, base: cute.Pointer, stages: int | None = None) -> cute.Tensor:
         """The tile's tensor (rows, cols[, stages]) at a shared-memory byte address."""
         layout = self.layout(stages)
+        if self.plain:
+            return cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), layout)
         pointer = cute.recast_ptr(base, layout.inner, dtype=self.dtype)
         return cute.make_tensor(pointer, layout.outer)
 

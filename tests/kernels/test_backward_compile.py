@@ -116,30 +116,48 @@ def test_warpgroups_that_share_keys_neither_hang_nor_race(dims, deterministic):
     assert max(outcome.fills["q"] for outcome in verdict.outcomes) > plan.schedule.stages
 
 
-AHEAD = {"parts": 1, "ahead": True, "add": "tma"}
-
-
 @pytest.mark.compile
-@pytest.mark.parametrize("by_query", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_scores_that_come_a_tile_ahead_neither_spill_nor_serialise(dim, by_query):
-    assert_sound(backward_plan(dim, masks.causal, **AHEAD, by_query=by_query))
+def test_ds_is_transposed_when_it_is_stored_and_not_when_it_is_read(dim):
+    plan = backward_plan(dim)
+    code = disassemble(compile_kernel(plan.kernel).cubin)
+    assert ".tnspA" not in code
+    assert code.count("STSM.16.MT88") == 2 * plan.schedule.tile_m // 16  # 16 queries, two loops
 
 
 @pytest.mark.compile
-def test_ds_by_query_is_transposed_when_it_is_stored_and_not_when_it_is_read():
-    for by_query, read, stored in ((False, 8, 0), (True, 0, 8)):
-        code = disassemble(compile_kernel(backward_plan(128, by_query=by_query).kernel).cubin)
-        turned = [code.count(word) for word in ("gdesc[UR", ".tnspA", "STSM.16.MT88")]
-        assert turned[0] and turned[1:] == [2 * read, stored]
+@pytest.mark.parametrize("eighths", [0, 8])
+def test_as_much_of_p_as_asked_comes_before_the_wait_for_dp(eighths):
+    code = disassemble(compile_kernel(backward_plan(128, early=eighths).kernel).cubin)
+    steps = code.split("gsb0, 0x1")[1:]  # from the wait for S, and from that for dQ, by turns
+    meanwhile = [step.split("gsb0, 0x0")[0].count("MUFU.EX2") for step in steps[::2]]
+    assert len(meanwhile) == 2
+    assert all(n == 32 for n in meanwhile) if eighths else all(n < 32 for n in meanwhile)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_scores_that_come_a_tile_ahead_are_those_of_every_tile(deterministic):
-    plan = replace(backward_plan(64, masks.causal, **AHEAD), deterministic=deterministic)
-    verdict = check_pipeline(plan.kernel, [arguments(plan, 1, 200, 130, 2, 1)])
-    assert verdict.ok, verdict
-    assert max(outcome.fills["q"] for outcome in verdict.outcomes) > plan.schedule.stages
+@pytest.mark.compile
+def test_numbers_of_rows_that_lanes_share_are_read_once_and_asked_for():
+    def reads(spread):
+        code = disassemble(compile_kernel(backward_plan(128, spread=spread).kernel).cubin)
+        loop = code[code.rindex("MUFU.EX2") - 40_000 : code.rindex("MUFU.EX2")]
+        return loop.count("LDS.64"), loop.count("SHFL.IDX")
+
+    (each, few), (once, answers) = reads(False), reads(True)
+    assert each >= 8 * once
+    assert answers >= few + 16
+
+
+def test_dk_that_is_written_before_all_have_read_k_is_a_race():
+    plan = backward_plan(128, add="direct")
+
+    class Hasty(type(plan.kernel)):
+        """The warpgroups do not wait for each other before they write to K's memory."""
+
+        def all_have_read(self, group):
+            pass
+
+    verdict = check_pipeline(Hasty(plan), [arguments(plan, *SIZES[0])])
+    assert not verdict.ok
 
 
 def test_p_that_is_read_before_all_have_written_it_is_a_race():
@@ -209,11 +227,10 @@ def test_head_sizes_are_served_by_the_next_of_the_table():
         ("tile_n", 64),
         ("stages", 0),
         ("places", 3),
-        ("parts", 3),
         ("consumers", 4),
         ("sharing", 3),
-        ("ahead", 1),
-        ("by_query", 1),
+        ("spread", 1),
+        ("early", 9),
         ("add", "atomic"),
         ("head_group", 0),
         ("stages", 2.0),
@@ -224,19 +241,10 @@ def test_a_schedule_outside_its_range_is_refused_by_field_and_value(field, value
         BackwardSchedule(**{field: value})
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [{"places": 1}, {"stages": 1}, {"tile_m": 128, "parts": 2}, {"tile_n": 64, "sharing": 2}],
-)
-def test_scores_ahead_are_refused_where_what_they_need_is_not_there(beside):
-    with pytest.raises(ScheduleError, match="ahead = True: True needs parts 1, sharing 1, places"):
-        BackwardSchedule(ahead=True, **beside)
-
-
-@pytest.mark.parametrize("beside", [{"tile_m": 128, "parts": 2}, {"tile_n": 64, "sharing": 2}])
-def test_ds_by_query_is_refused_where_it_is_read_by_key_as_well(beside):
-    with pytest.raises(ScheduleError, match="by_query = True: True needs parts 1 and sharing 1"):
-        BackwardSchedule(by_query=True, **beside)
+@pytest.mark.parametrize(("field", "value"), [("spread", True), ("early", 1)])
+def test_what_one_warpgroup_has_of_its_keys_is_refused_where_two_share_them(field, value):
+    with pytest.raises(ScheduleError, match=f"{field} = {value}: .*sharing|{field} = {value}: 0"):
+        BackwardSchedule(tile_n=64, sharing=2, **{field: value})
 
 
 def test_what_is_rounded_together_is_computed_together():

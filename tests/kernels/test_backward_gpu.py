@@ -87,14 +87,14 @@ def test_every_schedule_of_the_table_agrees_with_fp64(row, kind):
 
 
 OTHERS = [  # schedules of no row, by what differs from the default of that head size
-    (64, {"tile_m": 64, "parts": 1, "ahead": True, "stages": 3}),
-    (64, {"tile_m": 128, "parts": 2, "ahead": False}),
-    (64, {"add": "tma"}),
-    (64, {"by_query": True}),
-    (128, {"by_query": True}),
-    (128, {"ahead": True}),
-    (128, {"ahead": True, "add": "direct"}),
+    (64, {"tile_m": 64, "spread": False, "stages": 3}),
+    (64, {"add": "direct"}),
+    (64, {"early": 8}),
+    (96, {"spread": True, "early": 0}),
+    (128, {"spread": True}),
+    (128, {"early": 8, "head_group": 16}),
     (128, {"places": 1, "add": "direct"}),
+    (192, {"places": 1}),
 ]
 
 

@@ -13,7 +13,8 @@ from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines.roles import WARP
 
 from .again import VECTOR, Again, Given, spoilt_rows
-from .operands import WORDS, dq_mma, store_rows
+from .operands import dq_mma, store_rows
+from .schedule import WORDS
 from .sums import read, strip
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
     producer    warp 0: K and V once, then Q, LSE and dO, delta of the queries  -> kv, rows, visits
                 that see some of these keys, by TMA; warp 1: adds dQ to its sums
     consumer    S, dP -> P, dS -> dV += P^T dO, dQ = dS K, dK += dS^T Q         <- kv, rows, visits
-                then dK and dV -> global memory
+                then dK and dV -> the memory of K and V -> global memory, by TMA
 
     ring    carries            filled by     emptied by, one arrival a warp
     kv      K and V, one slot  TMA bytes     never: they stay
@@ -58,10 +58,9 @@ from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant.describe import ever_full
 
 from .again import Given, note
-from .ahead import Ahead
 from .finish import Finish
 from .mainloop import END, MainLoop
-from .operands import Fragments, Io, fake_args, store_rows
+from .operands import Fragments, Io, fake_args
 from .prepare import Prepare
 from .schedule import BackwardSchedule
 from .sums import strip, whole
@@ -77,7 +76,7 @@ CROWDED = 192
 RANK = 4  # dimensions of a tensor map: seqlen, head_dim, heads, batch
 
 
-class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
+class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
     """Tables and roles of the backward for one plan."""
 
     arch = "sm_90a"
@@ -94,10 +93,10 @@ class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
         self.strip = strip(s, dims[0])
         self.tiles = {
             "k": Tile(s.tile_n, dims[0], dtype, pieces=s.beside),
-            "v": Tile(s.tile_n, dims[1], dtype),
+            "v": Tile(s.tile_n, dims[1], dtype, pieces=s.sharing),
             "q": Tile(s.tile_m, dims[0], dtype, pieces=s.sharing),
             "do": Tile(s.tile_m, dims[1], dtype, pieces=s.sharing),
-            "ds": Tile(*((s.tile_m, s.tile_n) if s.by_query else (s.tile_n, s.tile_m)), dtype),
+            "ds": Tile(*((s.tile_m, s.tile_n) if s.sharing == 1 else (s.tile_n, s.tile_m)), dtype),
             "lse": Row(s.tile_m, Float32),
             "delta": Row(s.tile_m, Float32),
         }
@@ -151,28 +150,26 @@ class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
         """What the tables promise about the machine code.
 
         The loop over tiles with an element mask is a place for the five products, so is the loop
-        over those without; with `ahead` the first S stands before both.
+        over those without.
         """
         s, (d, dv) = self.schedule, self.dims
         adds = {}
         if s.add == "tma":
             adds = {f"dq of warpgroup {n}": self.strip for n in range(s.consumers)}
-        common = self.common_expectations(
-            dict.fromkeys(("k", "v", "q", "do"), 1), {}, RANK, adds=adds
-        )
+        loads, stores = dict.fromkeys(("k", "v", "q", "do"), 1), {n: self.tiles[n] for n in "kv"}
+        common = self.common_expectations(loads, stores, RANK, adds=adds)
         rows = Expect("UBLKCP", "exactly", 2, "bulk copies of lse and delta")
         places = 1 + int(self.ever_full)
         products: dict[str, int] = {}
-        everywhere = places * s.parts
-        for times, height, cols, inner, beside in (
-            (everywhere + int(s.ahead), s.tile_n, s.part, d, s.sharing),
-            (everywhere, s.tile_n, s.part, dv, s.sharing),
-            (everywhere, s.tile_n, dv, s.part, s.sharing),
-            (everywhere, s.tile_n, d, s.part, s.sharing),
-            (places, s.tile_m, d, s.tile_n, s.beside),
+        for height, cols, inner, beside in (
+            (s.tile_n, s.tile_m, d, s.sharing),
+            (s.tile_n, s.tile_m, dv, s.sharing),
+            (s.tile_n, dv, s.tile_m, s.sharing),
+            (s.tile_n, d, s.tile_m, s.sharing),
+            (s.tile_m, d, s.tile_n, s.beside),
         ):
             name, count = wgmma.instructions(height, cols // beside, inner, s.consumers // beside)
-            products[name] = products.get(name, 0) + times * count
+            products[name] = products.get(name, 0) + places * count
         scores = s.tile_m * s.tile_n // (s.consumers * wgmma.WARPGROUP)
         why = f"five products, in {places} places"
         exponentials = (Expect("MUFU.EX2", "at least", places * scores, "an exponential a score"),)
@@ -209,8 +206,8 @@ class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
             tuple(self.strip.add_atom(sums)) if self.schedule.add == "tma" else (None, sums),
             lse_log2,
             delta,
-            dk,
-            dv,
+            tuple(self.tiles["k"].store_atom(dk)),
+            tuple(self.tiles["v"].store_atom(dv)),
             captures,
             table,
             turns,
@@ -332,15 +329,33 @@ class BackwardSm90(MainLoop, Ahead, Visiting, WarpSpecialized):
         f.acc_dv.fill(0.0)
         ports.kv.wait_and_advance()
         self.along(io, smem, f, w, ports, thread)
-        if cutlass.const_expr(s.add == "tma"):
-            group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        self.all_have_read(group)
+        f.acc_dk.store(f.acc_dk.load() * io.scale)
+        wgmma.to_smem(f.acc_dv, smem.v[None, None, 0], f.dv, thread)
+        wgmma.to_smem(f.acc_dk, smem.k[None, None, 0], f.dk, thread)
+        cute.arch.fence_view_async_shared()
+        self.meet(group)
+        self.send(io, smem, w, thread)
+        for acc, mma, size in ((f.acc_dv, f.dv, self.dims[1]), (f.acc_dk, f.dk, self.dims[0])):
+            note(acc, wgmma.places(mma, s.tile_n, size, thread), io.flags, s.tile_n)
+        self.stored()
+
+    def all_have_read(self, group: Int32) -> None:
+        """Wait until no warpgroup reads K or V any more.
+
+        The last strip of dQ says so, which the warp that adds has from all of them.
+        """
+        if self.schedule.add == "tma":
             self.barriers["empty", group].arrive_and_wait()
-        problem, first = self.plan.problem, w.n_block * s.tile_n
-        for acc, mma, out, factor, dim, size in (
-            (f.acc_dv, f.dv, io.dv, None, problem.head_dim_v, self.dims[1]),
-            (f.acc_dk, f.dk, io.dk, io.scale, problem.head_dim, self.dims[0]),
-        ):
-            of_head = out[None, None, w.kv_head, w.batch]
-            places = wgmma.places(mma, s.tile_n, size, thread)
-            store_rows(acc, places, of_head, first, factor, dim == size)
-            note(acc, places, io.flags, s.tile_n)
+        else:
+            self.meet(group)
+
+    @cute.jit
+    def send(self, io, smem, w, thread):
+        """Store dV and dK, in the shared memory of V and K, from the first warp."""
+        if thread < WARP:
+            of_head = head_of(io.dv, w.kv_head, w.batch)
+            self.store(self.tiles["v"], of_head, smem.v[None, None, 0], (w.n_block, 0), wait=False)
+            of_head = head_of(io.dk, w.kv_head, w.batch)
+            self.store(self.tiles["k"], of_head, smem.k[None, None, 0], (w.n_block, 0), wait=False)

@@ -21,29 +21,33 @@ from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import take
 
 from .operands import AT_ONCE, FEW, rounded
+from .schedule import EIGHTHS
 from .sums import add, write
-from .weights import Weigher, changes_products, numbers
+from .weights import Numbers, Weigher, changes_products
 
 END = -1  # in place of a tile: there are no more
-MAX_THREADS = 512
 
 
-def again(number: cutlass.Int32) -> cutlass.Int32:
-    """The same number, of which the compiler does not know that.
+def before_the_wait(p16: cute.Tensor, eighths: int) -> None:
+    """Keep the computation of so much of P in front of the next wait, as the forward's `finished`.
 
-    What follows from it is then computed in each step, in a few instructions, instead of being kept
-    in registers that the products need.
+    The condition is one that P, rounded and packed by two, does not meet: its numbers have no sign.
     """
-    move = "mov.b32 {$w0}, {$r0};"
-    same = cute.arch.inline_ptx(move, write_only_types=[cutlass.Int32], read_only_args=[number])
-    return same & (MAX_THREADS - 1)  # so that it knows at least that this is not negative
+    words = cute.recast_tensor(p16, cutlass.Int32)
+    together = words[0]
+    for n in range(1, cute.size(words) * eighths // EIGHTHS):
+        together = together | words[n]
+    cute.arch.inline_ptx(
+        "{ .reg .pred odd; .reg .b32 address; mov.b32 address, 0; "
+        "setp.eq.u32 odd, {$r0}, 0x80008000; @odd st.volatile.shared.b32 [address], {$r0}; }",
+        read_only_args=[together],
+    )
 
 
 class MainLoop:
     """What `BackwardSm90.consumer` does for each tile of queries.
 
-    Mixed into a kernel that has `schedule`, `barriers`, `sums` and `elements`, and the steps of
-    `Ahead`.
+    Mixed into a kernel that has `schedule`, `barriers`, `sums` and `elements`.
     """
 
     @cute.jit
@@ -52,27 +56,24 @@ class MainLoop:
         ring, visits = ports.rows, ports.visits
         place = cutlass.Int32(0)
         visits, word, head = take(visits, smem.visits)
-        step = self.step_ahead if self.schedule.ahead else self.step
-        if cutlass.const_expr(self.schedule.ahead):
-            self.begin(f, ring, word)
         if cutlass.const_expr(self.plan.deterministic):
             while word != END:
                 if word % 2 == 1:
-                    ring, place, visits, word, head = step(
+                    ring, place, visits, word, head = self.step(
                         io, smem, f, w, ring, visits, word, head, place, thread, True
                     )
                 else:
-                    ring, place, visits, word, head = step(
+                    ring, place, visits, word, head = self.step(
                         io, smem, f, w, ring, visits, word, head, place, thread, False
                     )
         else:
             while word != END and word % 2 == 1:
-                ring, place, visits, word, head = step(
+                ring, place, visits, word, head = self.step(
                     io, smem, f, w, ring, visits, word, head, place, thread, True
                 )
             if cutlass.const_expr(self.ever_full):
                 while word != END:
-                    ring, place, visits, word, head = step(
+                    ring, place, visits, word, head = self.step(
                         io, smem, f, w, ring, visits, word, head, place, thread, False
                     )
 
@@ -81,69 +82,63 @@ class MainLoop:
              masked: cutlass.Constexpr):  # fmt: skip
         """One tile of queries; returns the rings' ends, the next place of dS and the next tile."""
         s = self.schedule
-        m_block = word // 2
-        thread = again(thread)
         places = f.places(thread)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         slot = ring.wait_and_advance()
         # Products leave shared memory little time for other reads, so LSE is read before they are
         # issued, and dS is stored before dV is, where no function of scores takes the registers.
-        roomy = not changes_products(self.plan.variant)
-        lse = numbers(smem.lse, slot.index, places[0]) if roomy else None
-        products = []
-        for part in cutlass.range_constexpr(s.parts):
-            acc_s = f.multiply_scores(f.k, f.q[part], slot)
-            acc_dp = f.multiply_scores(f.v, f.do[part], slot)
-            products.append((acc_s, acc_dp))
+        roomy = s.spread or not changes_products(self.plan.variant)
+        lse = self.numbers(smem.lse, slot, places) if roomy else None
+        acc_s = f.multiply_scores(f.k, f.q, slot)
+        acc_dp = f.multiply_scores(f.v, f.do, slot)
         weigher = self.weigher(io, head, w.batch)
-        corner = (m_block * s.tile_m, w.n_block * s.tile_n)
+        at = (places, (word // 2 * s.tile_m, w.n_block * s.tile_n))
         if cutlass.const_expr(s.places == 1):
             self.meet(group)
-        for part in cutlass.range_constexpr(s.parts):
-            acc_s, acc_dp = products[part]
-            # Products of later parts, and dV of earlier ones.
-            later = 2 * (s.parts - 1 - part) + (part if s.sharing == 1 else 0)
-            warpgroup.wait_group(later + 1)
-            at = (places[part], corner)
-            raw = self.kept(weigher, acc_s)
-            if cutlass.const_expr(not roomy):
-                lse = numbers(smem.lse, slot.index, places[part])
-            weigher.weigh(acc_s, f.p16[part], *at, lse, masked)
-            if cutlass.const_expr(s.sharing > 1):
-                p = f.of_part(smem.p, part)[None, None, place]
-                wgmma.to_smem(f.p16[part], p, f.scores, thread)
-            if cutlass.const_expr(roomy and part + 1 < s.parts):
-                lse = numbers(smem.lse, slot.index, places[part + 1])
-            warpgroup.wait_group(later)
-            delta = numbers(smem.delta, slot.index, places[part])
-            of_part = self.once_more(smem, weigher, slot, places[part])
-            weigher.differ(acc_s, acc_dp, *at, delta, masked, raw, of_part)
-            if cutlass.const_expr(s.sharing == 1 and not roomy):
-                f.multiply_dv(slot, part, place)
-            rounded(acc_dp, f.ds16[part])
-            f.store_ds(smem.ds, part, place, thread)
-            if cutlass.const_expr(s.sharing == 1 and roomy):
-                f.multiply_dv(slot, part, place)
+        warpgroup.wait_group(1)
+        raw = self.kept(weigher, acc_s)
+        if cutlass.const_expr(not roomy):
+            lse = self.numbers(smem.lse, slot, places)
+        weigher.weigh(acc_s, f.p16, *at, lse, masked)
+        if cutlass.const_expr(s.sharing > 1):
+            wgmma.to_smem(f.p16, smem.p[None, None, place], f.scores, thread)
+        if cutlass.const_expr(s.spread):
+            delta = self.numbers(smem.delta, slot, places)
+        if cutlass.const_expr(roomy and s.early > 0 and not weigher.is_weight):
+            before_the_wait(f.p16, s.early)
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(not s.spread):
+            delta = self.numbers(smem.delta, slot, places)
+        again = self.once_more(smem, weigher, slot, places)
+        weigher.differ(acc_s, acc_dp, *at, delta, masked, raw, again)
+        if cutlass.const_expr(s.sharing == 1 and not roomy):
+            f.multiply_dv(slot, place)
+        rounded(acc_dp, f.ds16)
+        f.store_ds(smem.ds, place, thread)
+        if cutlass.const_expr(s.sharing == 1 and roomy):
+            f.multiply_dv(slot, place)
         cute.arch.fence_view_async_shared()
         self.meet(group)
         acc_dq = f.multiply_dq(place)
         if cutlass.const_expr(s.sharing > 1):
-            for part in cutlass.range_constexpr(s.parts):
-                f.multiply_dv(slot, part, place)
-        for part in cutlass.range_constexpr(s.parts):
-            f.multiply_dk(slot, part, place)
+            f.multiply_dv(slot, place)
+        f.multiply_dk(slot, place)
         visits, following, head_after = take(visits, smem.visits)  # while products run
-        warpgroup.wait_group(s.parts if s.sharing == 1 else 2 * s.parts)
+        warpgroup.wait_group(1 if s.sharing == 1 else 2)
         self.give(io, smem, w, acc_dq, word, head, thread)
         warpgroup.wait_group(0)
         slot.release()
         return ring, place ^ (s.places - 1), visits, following, head_after
 
-    def once_more(self, smem, weigher: Weigher, slot, places) -> list | None:
+    def numbers(self, rows: cute.Tensor, slot, places) -> Numbers:
+        """LSE or delta of this thread's queries."""
+        return Numbers(rows, slot.index, places, self.schedule.spread)
+
+    def once_more(self, smem, weigher: Weigher, slot, places) -> Numbers | None:
         """The LSE anew, where gradients of captured tensors need the weights again."""
         if not weigher.keeps_products or weigher.is_weight:
             return None
-        return numbers(smem.lse, slot.index, places)
+        return self.numbers(smem.lse, slot, places)
 
     def give(self, io, smem, w, acc_dq, word, head, thread) -> None:
         """Add this warpgroup's share of dQ to its sums, or hand it to the warp that adds."""

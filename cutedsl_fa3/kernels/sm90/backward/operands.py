@@ -15,7 +15,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from cutedsl_fa3.layouts import transposed, wgmma
 from cutedsl_fa3.layouts.wgmma import Places
 
-from .schedule import BackwardSchedule
+from .schedule import WORDS, BackwardSchedule
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans_backward import BackwardPlan
@@ -24,15 +24,14 @@ CHUNK = 8  # columns that a lane stores at once
 LANES = 4  # that hold a row of an accumulator together
 AT_ONCE = 8  # numbers that are rounded together
 FEW = 4  # where they are no operand from registers, whose rounding the products would wait for
-WORDS = 32  # fp32 columns of the tensor that sums dQ: a row is the widest swizzle's 128 B
 
 
 @dataclass(frozen=True)
 class Io:
     """What the kernel reads and writes.
 
-    Shape: q, k, v, do as (seqlen, head_dim, heads, batch) with their TMA atoms; dk, dv likewise,
-    stored from registers; lse_log2 and delta (rows, heads, batch) fp32 with whole tiles of rows;
+    Shape: q, k, v, do as (seqlen, head_dim, heads, batch) with their TMA atoms, and dk, dv likewise
+    with those that store; lse_log2 and delta (rows, heads, batch) fp32 with whole tiles of rows;
     sums (rows, WORDS) as sums.py has it, with the atom that adds to it; captures in the variant's
     order; table as variant/summaries.py has it; turns (1, m_blocks, heads, batch), how many tiles
     of keys have added to dQ, where the order is fixed; captured, the fp32 gradients of
@@ -47,8 +46,8 @@ class Io:
     sums: tuple[cute.CopyAtom | None, cute.Tensor]
     lse_log2: cute.Tensor
     delta: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
+    dk: tuple[cute.CopyAtom, cute.Tensor]
+    dv: tuple[cute.CopyAtom, cute.Tensor]
     captures: tuple[cute.Tensor, ...] | None
     table: cute.Tensor | None
     turns: cute.Tensor | None
@@ -129,7 +128,7 @@ def dq_mma(s: BackwardSchedule, dtype: type, d: int) -> cute.TiledMma:
         dtype,
         d // s.beside,
         s.consumers // s.beside,
-        a_major="k" if s.by_query else "m",
+        a_major="k" if s.sharing == 1 else "m",
         b_major="n",
         beside=s.beside,
     )
@@ -229,7 +228,7 @@ class Fragments:
     ) -> None:
         d, dv = dims
         self.schedule, self.dims = s, dims
-        self.scores = wgmma.tiled_mma(dtype, s.part // s.sharing, s.groups, beside=s.sharing)
+        self.scores = wgmma.tiled_mma(dtype, s.tile_m // s.sharing, s.groups, beside=s.sharing)
         self.dv, self.dk = (
             wgmma.tiled_mma(
                 dtype,
@@ -251,92 +250,54 @@ class Fragments:
         )
         self.k = self.scores.make_fragment_A(of_scores.partition_A(smem.k))
         self.v = self.scores.make_fragment_A(of_scores.partition_A(smem.v))
-        q, do = self.in_parts(smem.q), self.in_parts(smem.do)
         self.q, self.do = (
-            [self.scores.make_fragment_B(of_scores.partition_B(t)) for t in parts]
-            for parts in (q, do)
+            self.scores.make_fragment_B(of_scores.partition_B(t)) for t in (smem.q, smem.do)
         )
-        self.do_t = [self.dv.make_fragment_B(of_dv.partition_B(transposed(t))) for t in do]
-        self.q_t = [self.dk.make_fragment_B(of_dk.partition_B(transposed(t))) for t in q]
-        self.p_t, self.ds_t = None, None  # of each part, where they come from shared memory
+        self.do_t = self.dv.make_fragment_B(of_dv.partition_B(transposed(smem.do)))
+        self.q_t = self.dk.make_fragment_B(of_dk.partition_B(transposed(smem.q)))
+        self.p_t, self.ds_t = None, None  # where they come from shared memory
         if s.sharing > 1:
-            self.p_t, self.ds_t = (
-                [
-                    mma.make_fragment_A(of_mma.partition_A(self.of_part(tile, n)))
-                    for n in range(s.parts)
-                ]
-                for mma, of_mma, tile in (
-                    (self.dv, of_dv, smem.p),
-                    (self.dk, of_dk, smem.ds),
-                )
-            )
-        ds = smem.ds if s.by_query else transposed(smem.ds)
+            self.p_t = self.dv.make_fragment_A(of_dv.partition_A(smem.p))
+            self.ds_t = self.dk.make_fragment_A(of_dk.partition_A(smem.ds))
+        ds = smem.ds if s.sharing == 1 else transposed(smem.ds)
         self.ds = self.dq.make_fragment_A(of_dq.partition_A(ds))
         self.k_t = self.dq.make_fragment_B(of_dq.partition_B(transposed(smem.k)))
         self.acc_dk = wgmma.accumulator(self.dk, s.tile_n, d)
         self.acc_dv = wgmma.accumulator(self.dv, s.tile_n, dv)
-        self.acc_s = None  # of the next tile, where it is multiplied ahead
-        if s.ahead:
-            self.acc_s = wgmma.accumulator(self.scores, s.tile_n, s.part)
-        held = self.scores.partition_shape_C((s.tile_n, s.part))
-        self.p16, self.ds16 = (
-            [cute.make_rmem_tensor(held, dtype) for _ in range(s.parts)] for _ in range(2)
-        )
+        held = self.scores.partition_shape_C((s.tile_n, s.tile_m))
+        self.p16, self.ds16 = (cute.make_rmem_tensor(held, dtype) for _ in range(2))
 
-    def places(self, thread: Int32) -> list[Places]:
-        """Where a thread's scores of each part lie in the tile, as (queries, keys)."""
-        s = self.schedule
-        at = wgmma.places(self.scores, s.tile_n, s.part, thread)
-        return [
-            Places(at.col + n * s.part, at.row, at.col_offsets, at.row_offsets)
-            for n in range(s.parts)
-        ]
+    def places(self, thread: Int32) -> Places:
+        """Where a thread's scores lie in the tile, as (queries, keys)."""
+        at = wgmma.places(self.scores, self.schedule.tile_n, self.schedule.tile_m, thread)
+        return Places(at.col, at.row, at.col_offsets, at.row_offsets)
 
-    def in_parts(self, tile: cute.Tensor) -> list[cute.Tensor]:
-        """The rows of each part of (rows, cols, stages)."""
-        s = self.schedule
-        _, cols, stages = tile.shape
-        shape = (s.part, cute.size(cols), cute.size(stages))
-        return [cute.local_tile(tile, shape, (n, 0, 0)) for n in range(s.parts)]
-
-    def of_part(self, tile: cute.Tensor, part: int) -> cute.Tensor:
-        """The columns of a part of P^T or dS^T (keys, queries, places)."""
-        s = self.schedule
-        return cute.local_tile(tile, (s.tile_n, s.part, s.places), (0, part, 0))
-
-    def store_ds(self, tile: cute.Tensor, part: int, place: Int32, thread: Int32) -> None:
-        """dS of a part, rounded, to a place of `tile`."""
-        if self.schedule.by_query:
-            ds = transposed(tile)[None, None, place]
-            wgmma.to_smem(self.ds16[part], ds, self.scores, thread, transpose=True)
-        else:
-            ds = self.of_part(tile, part)[None, None, place]
-            wgmma.to_smem(self.ds16[part], ds, self.scores, thread)
+    def store_ds(self, tile: cute.Tensor, place: Int32, thread: Int32) -> None:
+        """dS, rounded, to a place of `tile`, which has queries in rows unless keys are shared."""
+        alone = self.schedule.sharing == 1
+        ds = transposed(tile) if alone else tile
+        wgmma.to_smem(self.ds16, ds[None, None, place], self.scores, thread, transpose=alone)
 
     def multiply_scores(self, a: cute.Tensor, b: cute.Tensor, slot) -> cute.Tensor:
-        """Issue S^T = K Q^T or dP^T = V dO^T of a part into fresh registers."""
-        acc = wgmma.accumulator(self.scores, self.schedule.tile_n, self.schedule.part)
-        self.multiply_into(acc, a, b, slot)
-        return acc
-
-    def multiply_into(self, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, slot) -> None:
-        """The same into given registers."""
+        """Issue S^T = K Q^T or dP^T = V dO^T into fresh registers."""
         warpgroup.fence()
+        acc = wgmma.accumulator(self.scores, self.schedule.tile_n, self.schedule.tile_m)
         at = b[None, None, None, slot.index]
         wgmma.issue(self.scores, acc, a[None, None, None, 0], at, accumulate=False)
+        return acc
 
-    def multiply_dv(self, slot, part: int, place: Int32) -> None:
-        """Issue dV += P^T dO of a part."""
+    def multiply_dv(self, slot, place: Int32) -> None:
+        """Issue dV += P^T dO."""
         warpgroup.fence()
-        p = operand(self.p16[part], self.p_t and self.p_t[part], place)
-        do = self.do_t[part][None, None, None, slot.index]
+        do = self.do_t[None, None, None, slot.index]
+        p = operand(self.p16, self.p_t, place)
         wgmma.issue(self.dv, self.acc_dv, p, do, accumulate=True)
 
-    def multiply_dk(self, slot, part: int, place: Int32) -> None:
-        """Issue dK += dS^T Q of a part."""
+    def multiply_dk(self, slot, place: Int32) -> None:
+        """Issue dK += dS^T Q."""
         warpgroup.fence()
-        ds = operand(self.ds16[part], self.ds_t and self.ds_t[part], place)
-        q = self.q_t[part][None, None, None, slot.index]
+        q = self.q_t[None, None, None, slot.index]
+        ds = operand(self.ds16, self.ds_t, place)
         wgmma.issue(self.dk, self.acc_dk, ds, q, accumulate=True)
 
     def multiply_dq(self, place: Int32) -> cute.Tensor:

@@ -13,10 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutedsl_fa3.variant.lower import LOG2_E, select
+from cutedsl_fa3.variant.lower import LOG2_E, minimum, select
 
-from .operands import WORDS
-from .schedule import BackwardSchedule
+from .schedule import WORDS, BackwardSchedule
 from .sums import VECTOR, whole
 
 THREADS = 128
@@ -61,43 +60,69 @@ class Prepare:
         if cutlass.const_expr(turns is not None):
             if thread == 0:
                 turns[block, head, batch] = Int32(0)
-        o_head, do_head = o[None, None, head, batch], do[None, None, head, batch]
-        at_once = THREADS // self.sharing
-        chunk = thread % self.sharing
-        for first in cutlass.range(0, self.tile_m, at_once, unroll_full=True):
-            row = block * self.tile_m + first + thread // self.sharing
-            inside = row < o.shape[0]
-            total = Float32(0.0)
-            if inside and chunk * AT_ONCE < self.dv:
-                total = self.product(o_head, do_head, row, chunk)
-            distance = self.sharing // 2
-            while cutlass.const_expr(distance > 0):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
-                distance = distance // 2
-            if chunk == 0:
+        corner = block * self.tile_m
+        natural = self.of_rows(None if lse is None else lse[None, head, batch], corner, thread)
+        products = self.products(
+            o[None, None, head, batch], do[None, None, head, batch],
+            corner + thread // self.sharing, thread % self.sharing,
+        )  # fmt: skip
+        for n in cutlass.range_constexpr(len(natural)):
+            row = corner + thread + n * THREADS
+            if thread + n * THREADS < self.tile_m:
                 found = Float32(Float32.inf)
+                if cutlass.const_expr(lse is not None):
+                    empty = (natural[n] == -Float32.inf) | (row >= o.shape[0])
+                    found = select(empty, Float32(Float32.inf), natural[n] * LOG2_E)
+                lse_log2[row, head, batch] = found
+        if thread % self.sharing == 0:
+            for n in cutlass.range_constexpr(len(products)):
+                row = corner + thread // self.sharing + n * (THREADS // self.sharing)
+                total = products[n]
                 if cutlass.const_expr(lse is None):  # weights: dS = f' * dP
                     total = Float32(0.0)
-                elif inside:
-                    natural = Float32(lse[row, head, batch])
-                    empty = natural == -Float32.inf
-                    found = select(empty, Float32(Float32.inf), natural * LOG2_E)
-                    if cutlass.const_expr(dlse is not None):
+                elif cutlass.const_expr(dlse is not None):
+                    if row < o.shape[0]:
                         total = total - Float32(dlse[row, head, batch])
-                lse_log2[row, head, batch] = found
                 delta[row, head, batch] = total
 
-    def product(self, o: cute.Tensor, do: cute.Tensor, row: Int32, chunk: Int32) -> Float32:
-        """The sum of O * dO over this thread's part of a row."""
-        parts = []
-        for t in (o, do):
-            part = cute.make_rmem_tensor(AT_ONCE, t.element_type)
-            cute.autovec_copy(cute.local_tile(t, (1, AT_ONCE), (row, chunk))[0, None], part)
-            parts.append(part.load().to(Float32))
-        total = Float32(0.0)
-        for n in range(AT_ONCE):
-            total = cute.math.fma(parts[0][n], parts[1][n], total)
-        return total
+    def of_rows(self, t: cute.Tensor | None, corner: Int32, thread: Int32) -> list:
+        """A number of each row that this thread has, from the last row where there is no such."""
+        rows = range(0, self.tile_m, THREADS)
+        if t is None:
+            return [None for _ in rows]
+        return [Float32(t[minimum(corner + thread + n, t.shape[0] - 1)]) for n in rows]
+
+    def products(self, o: cute.Tensor, do: cute.Tensor, first: Int32, chunk: Int32) -> list:
+        """The sums of O * dO over rows `first` and on, as many as this thread has a part of.
+
+        All are read before any is summed, from the last row or chunk where there is no such row or
+        chunk: so no read waits for another, or for a branch.
+        """
+        rows = range(0, self.tile_m, THREADS // self.sharing)
+        last_row, chunks = o.shape[0] - 1, self.dv // AT_ONCE
+        read = []
+        for n in rows:
+            at = (minimum(first + n, last_row), minimum(chunk, Int32(chunks - 1)))
+            read.append([self.part(t, *at) for t in (o, do)])
+        found = []
+        for n, (of_o, of_do) in zip(rows, read, strict=True):
+            total = Float32(0.0)
+            for e in range(AT_ONCE):
+                total = cute.math.fma(of_o[e].to(Float32), of_do[e].to(Float32), total)
+            inside = (first + n <= last_row) & (chunk < chunks)
+            total = select(inside, total, Float32(0.0))
+            distance = self.sharing // 2
+            while distance > 0:
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+                distance //= 2
+            found.append(total)
+        return found
+
+    def part(self, t: cute.Tensor, row: Int32, chunk: Int32) -> cute.Tensor:
+        """A thread's part of a row."""
+        part = cute.make_rmem_tensor(AT_ONCE, t.element_type)
+        cute.autovec_copy(cute.local_tile(t, (1, AT_ONCE), (row, chunk))[0, None], part)
+        return part
 
     def clear(self, sums: cute.Tensor, block: Int32, thread: Int32) -> None:
         """Zeros in one tile of dQ's sums."""

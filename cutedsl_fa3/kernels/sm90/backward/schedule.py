@@ -10,9 +10,11 @@ from cutedsl_fa3.pipelines.schedule import MAX_HEAD_GROUP, field_rule, is_whole
 
 Add = Literal["tma", "direct"]
 
+WORDS = 32  # fp32 columns of the tensor that sums dQ
 SHARES = (1, 2)  # warpgroups that may share keys
+EIGHTHS = 8  # in which it is said how much of P comes before the wait for dP
 NUMBERS = (
-    "tile_m", "tile_n", "stages", "places", "parts", "consumers", "sharing", "head_group"
+    "tile_m", "tile_n", "stages", "places", "consumers", "sharing", "head_group", "early"
 )  # fmt: skip
 
 
@@ -25,14 +27,11 @@ class BackwardSchedule:
     queries of S and dP and the columns of dV and dK among them, and hand each other P and dS
     through shared memory: so a large head size leaves registers for the rest. `stages`: slots of Q
     and of dO; `places`: of dS (and of such a P), which all warpgroups write and read (with 2 they
-    meet once a tile, with 1 twice). `parts`: the queries of a tile are worked on in so many, so
-    that the products of the second run under the weights of the first, and P and dS of one take the
-    registers of S and dP of the other. `add`: dQ joins its sums by "tma" from shared memory, or
+    meet once a tile, with 1 twice). `add`: dQ joins its sums by "tma" from shared memory, or
     "direct" from registers, four at once. `head_group`: heads whose tiles are interleaved so that
-    they stay in L2. `ahead`: S of the next tile is multiplied at the end of a step (ahead.py),
-    which takes keys that nobody shares, one part, two places and two stages.
-    `by_query`: dS lies in shared memory by rows of queries, as dQ reads it, and is transposed when
-    it is stored; for keys that nobody shares and one part.
+    they stay in L2. `spread`: of LSE and delta, a lane holds a pair of every 64 queries and the
+    lanes of a warp ask each other, so that they take 2 registers of each instead of 16. `early`:
+    eighths of P that are computed before the wait for dP, which the compiler moves up else.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -42,13 +41,12 @@ class BackwardSchedule:
     tile_n: int = 128
     stages: int = 2
     places: int = 2
-    parts: int = 1
     consumers: int = 2
     sharing: int = 1
     add: Add = "tma"
-    head_group: int = 8
-    ahead: bool = False
-    by_query: bool = False
+    head_group: int = 4
+    spread: bool = False
+    early: int = 0
 
     def __post_init__(self) -> None:
         need = field_rule(self)
@@ -67,24 +65,13 @@ class BackwardSchedule:
         )
         need(self.stages >= 1, "stages", "1 or more; shared memory sets the limit")
         need(self.places in (1, 2), "places", "1 or 2")
-        need(self.parts in (1, self.tile_m // wgmma.ROWS), "parts", "1, or one for 64 queries")
         need(self.add in get_args(Add), "add", f"one of {', '.join(get_args(Add))}")
-        need(isinstance(self.ahead, bool), "ahead", "True or False")
-        single = self.parts == self.sharing == 1
-        roomy = self.places == 2 and self.stages > 1
-        need(
-            (single and roomy) or not self.ahead,
-            "ahead",
-            "True needs parts 1, sharing 1, places 2, 2 stages",
-        )
-        need(isinstance(self.by_query, bool), "by_query", "True or False")
-        need(single or not self.by_query, "by_query", "True needs parts 1 and sharing 1")
+        need(isinstance(self.spread, bool), "spread", "True or False")
+        need(self.sharing == 1 or not self.spread, "spread", "True needs sharing 1")
+        alone = "; more than 0 where warpgroups have their keys alone" if self.sharing > 1 else ""
+        most = EIGHTHS if self.sharing == 1 else 0
+        need(0 <= self.early <= most, "early", f"0 to {most} eighths{alone}")
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
-
-    @property
-    def part(self) -> int:
-        """Queries of a part."""
-        return self.tile_m // self.parts
 
     @property
     def groups(self) -> int:
@@ -103,9 +90,9 @@ class BackwardSchedule:
 
     def __str__(self) -> str:
         sharing = f", {self.sharing} on the same keys" if self.sharing > 1 else ""
+        spread = ", LSE and delta by lanes" if self.spread else ""
+        early = f", {self.early} of {EIGHTHS} of P before dP" if self.early else ""
         return (
-            f"tile {self.tile_m} x {self.tile_n} in {self.parts} parts, {self.stages} stages, "
-            f"{self.places} places of dS, {self.consumers} consumer warpgroups"
-            f"{sharing}, dQ added {self.add}{', S a tile ahead' if self.ahead else ''}"
-            f"{', dS by query' if self.by_query else ''}"
+            f"tile {self.tile_m} x {self.tile_n}, {self.stages} stages, {self.places} places of "
+            f"dS, {self.consumers} consumer warpgroups{sharing}, dQ added {self.add}{spread}{early}"
         )

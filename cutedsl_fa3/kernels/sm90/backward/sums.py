@@ -17,8 +17,7 @@ from cutlass import Int32, Int64
 
 from cutedsl_fa3.layouts import Tile, wgmma
 
-from .operands import WORDS
-from .schedule import BackwardSchedule
+from .schedule import WORDS, BackwardSchedule
 
 WORD_BYTES = 4
 VECTOR = 4  # words that a thread moves at once
@@ -30,14 +29,14 @@ def strip(s: BackwardSchedule, d: int) -> Tile:
     """One warpgroup's part of a tile of dQ."""
     from cutlass import Float32
 
-    return Tile(s.tile_m * d // (s.consumers * WORDS), WORDS, Float32)
+    return Tile(s.tile_m * d // (s.consumers * WORDS), WORDS, Float32, plain=True)
 
 
 def whole(s: BackwardSchedule, d: int) -> Tile:
     """A tile of dQ: a strip for each warpgroup."""
     from cutlass import Float32
 
-    return Tile(s.tile_m * d // WORDS, WORDS, Float32)
+    return Tile(s.tile_m * d // WORDS, WORDS, Float32, plain=True)
 
 
 def write(acc: cute.Tensor, strip: cute.Tensor, thread: Int32) -> None:

@@ -15,13 +15,14 @@ from cutlass import Boolean, Float32, Int32
 
 from cutedsl_fa3.kernels.sm90.elements import Elements
 from cutedsl_fa3.layouts import wgmma
+from cutedsl_fa3.pipelines.roles import WARP
 from cutedsl_fa3.variant import Ref, Variant
 from cutedsl_fa3.variant.derive import number, of_element
 from cutedsl_fa3.variant.device import Element, Lowering
 from cutedsl_fa3.variant.lower import exp2, select
 
 from .captured import Collector, needs_products
-from .operands import AT_ONCE, by_query, rounded
+from .operands import AT_ONCE, LANES, by_query, rounded
 
 PAIR = 2  # neighbouring columns of an accumulator that a thread holds: here queries
 
@@ -126,7 +127,7 @@ class Weigher:
         p16: cute.Tensor,
         places: wgmma.Places,
         corner: tuple[Int32, Int32],
-        lse: list[cute.TensorSSA],
+        lse: Numbers,
         masked: bool,
     ) -> None:
         """m in place of products, and P rounded.
@@ -145,7 +146,7 @@ class Weigher:
                 for c, value in zip(columns, found, strict=True):
                     p = value
                     if not self.is_weight:
-                        p = exp2(cute.math.fma(value, self.scale_log2, -lse[r // PAIR][r % PAIR]))
+                        p = exp2(cute.math.fma(value, self.scale_log2, -lse[r]))
                     if masked:
                         seen[r, c] = self.visible(there[c][0], r, c, memo)
                         p = select(seen[r, c], p, Float32(0.0))
@@ -172,10 +173,10 @@ class Weigher:
         acc_dp: cute.Tensor,
         places: wgmma.Places,
         corner: tuple[Int32, Int32],
-        delta: list[cute.TensorSSA],
+        delta: Numbers,
         masked: bool,
         products: cute.Tensor | None = None,
-        lse: list[cute.TensorSSA] | None = None,
+        lse: Numbers | None = None,
     ) -> None:
         """dS = m * (dP - delta) in place of dP; 0 where the mask hides, whatever dP is.
 
@@ -183,13 +184,14 @@ class Weigher:
         function of the raw score.
         """
         collector = Collector(self.derived, self.sums) if self.sums else None
+        hides = masked and (self.elements.mask is not None or self.changes)
         memo: tuple[dict, dict] = ({}, {})
         m, dp = by_query(acc_m), by_query(acc_dp)
         for r in range(len(places.row_offsets)):
-            of_row = delta[r // PAIR][r % PAIR]
+            of_row = delta[r]
             for c in range(len(places.col_offsets)):
                 ds = m[r, c] * (dp[r, c] - of_row)
-                if masked:
+                if hides:
                     at = self.places(places, corner, r, c)
                     seen = self.visible(at, r, c, memo)
                     ds = select(seen, ds, Float32(0.0))
@@ -203,21 +205,43 @@ class Weigher:
                         gradient = dp[r, c] - of_row
                         if not self.is_weight:
                             value = Element(self.value_and_factor, at, r, c, memo[0], False)
-                            shift = lse[r // PAIR][r % PAIR]
+                            shift = lse[r]
                             value = value.value(self.value_and_factor.graph.output)
                             p = exp2(cute.math.fma(value, self.scale_log2, -shift))
                             gradient = p * gradient
                     element = Element(self.value_and_factor, at, r, c, memo[0], False)
-                    collector.take(element, gradient, seen if masked else None)
+                    collector.take(element, gradient, seen if hides else None)
                 dp[r, c] = ds
         if collector is not None:
             collector.add()
 
 
-def numbers(rows: cute.Tensor, slot: Int32, places: wgmma.Places) -> list[cute.TensorSSA]:
-    """The numbers of a thread's rows, by one load for each and its neighbour.
+class Numbers:
+    """LSE or delta of a thread's queries: `numbers[r]` is that of its r-th.
+
+    Read by pairs of neighbours, and kept; or, `spread`, each lane keeps a pair of every 64 queries
+    and the others ask for it when they need it: so 16 registers of a thread become 2.
 
     Shape: rows (tile_m, stages) in shared memory.
     """
-    pairs = [places.row // PAIR + offset // PAIR for offset in places.row_offsets[::PAIR]]
-    return [cute.local_tile(rows[None, slot], (PAIR,), (pair,)).load() for pair in pairs]
+
+    def __init__(
+        self, rows: cute.Tensor, slot: Int32, places: wgmma.Places, spread: bool = False
+    ) -> None:
+        self.spread, self.asked = spread, {}
+        if spread:
+            lane = cute.arch.lane_idx()
+            self.holder = lane % LANES
+            pairs = [lane + n for n in range(0, 2 * len(places.row_offsets), WARP)]
+        else:
+            pairs = [places.row // PAIR + offset // PAIR for offset in places.row_offsets[::PAIR]]
+        self.held = [cute.local_tile(rows[None, slot], (PAIR,), (pair,)).load() for pair in pairs]
+
+    def __getitem__(self, r: int) -> Float32:
+        pair, of_pair = divmod(r, PAIR)
+        if not self.spread:
+            return self.held[pair][of_pair]
+        if r not in self.asked:
+            held, lane = divmod(LANES * pair, WARP)
+            self.asked[r] = cute.arch.shuffle_sync(self.held[held][of_pair], self.holder + lane)
+        return self.asked[r]
