@@ -153,7 +153,7 @@ def test_dk_that_is_written_before_all_have_read_k_is_a_race():
     class Hasty(type(plan.kernel)):
         """The warpgroups do not wait for each other before they write to K's memory."""
 
-        def all_have_read(self, group):
+        def all_have_read(self, group, odd):
             pass
 
     verdict = check_pipeline(Hasty(plan), [arguments(plan, *SIZES[0])])
@@ -195,7 +195,7 @@ def test_a_place_of_dq_that_is_written_without_waiting_is_a_race():
     class Hasty(type(kernel)):
         """Adds the strips to the sums without waiting until they are written."""
 
-        def add_tile(self, io, smem, first, turn, counter):
+        def add_tile(self, io, smem, first, turn, counter, adder):
             for group in range(self.schedule.consumers):
                 mine = smem.sums
                 self.store(self.tiles["sums"], io.sums, mine, (first + group, 0), wait=False)

@@ -16,6 +16,10 @@
     empty    128 + 32  a warpgroup's strip of dQ has been read, and may be written
     full     128 + 32  it is written, and may be added to the sums
 
+Where dQ is added in turn, a warp waits until its addition is complete before it lets the next CTA
+add; that takes longer than a tile of 64 queries, so two warps have every second tile each, with
+barriers of their own.
+
 A CTA has tile_n keys of one head of K and V, and all heads of queries that read it, one after the
 other: so dK and dV are sums of registers in a fixed order. dQ is summed in fp32 in global memory,
 in the layout of registers (sums.py). Which tiles of queries see these keys, and in which order they
@@ -116,10 +120,12 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
             "producer": Role(warps=4, registers=producer),
             "consumer": Role(warps=4 * s.consumers, registers=consumer),
         }
+        self.adders = 2 if plan.deterministic else 1
         table = {"ds": Barrier(wgmma.WARPGROUP * s.consumers)}
         if s.add == "tma":
-            table["empty"] = Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers)
-            table["full"] = Barrier(wgmma.WARPGROUP + WARP, copies=s.consumers)
+            strips = s.consumers * self.adders
+            table["empty"] = Barrier(wgmma.WARPGROUP + WARP, copies=strips)
+            table["full"] = Barrier(wgmma.WARPGROUP + WARP, copies=strips)
         self.barriers = Barriers(table)
         self.order = TileOrder(s.head_group)
         self.summarise = None
@@ -242,7 +248,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
 
     @cute.jit
     def producer(self, io, smem, ports, thread):
-        """Warp 0 loads, warp 1 adds dQ to its sums."""
+        """Warp 0 loads; warp 1, or warps 1 and 2 by turns, add dQ to its sums."""
         for atom, _ in (io.q, io.k, io.v, io.do):
             cpasync.prefetch_descriptor(atom)
         warp = cute.arch.make_warp_uniform(thread // WARP)
@@ -250,8 +256,8 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         if warp == 0:
             self.produce(io, smem, ports, w)
         if cutlass.const_expr(self.schedule.add == "tma"):
-            if warp == 1:
-                self.add(io, smem, w)
+            if warp >= 1 and warp <= self.adders:
+                self.add(io, smem, w, warp - 1)
 
     @cute.jit
     def produce(self, io, smem, ports, w):
@@ -285,39 +291,59 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         self.tiles[row].load(mine, getattr(smem, row)[None, slot.index], slot.barrier)
 
     @cute.jit
-    def add(self, io, smem, w):
-        """Add each tile's dQ to its sums, a strip a warpgroup; as many as `produce` loads."""
+    def add(self, io, smem, w, adder):
+        """Add each tile's dQ to its sums, a strip a warpgroup; as many as `produce` loads.
+
+        Where there are two warps for it, this one is `adder`, 0 or 1, and has every second tile.
+        """
         s = self.schedule
         cpasync.prefetch_descriptor(io.sums[0])
-        for group in cutlass.range_constexpr(s.consumers):
-            self.barriers["empty", group].arrive_unaligned()
+        if adder == 0:
+            self.emptied(0)
 
-        def add(ends, m_block, head, masked, turn):
+        def add(number, m_block, head, masked, turn):
             first = self.first_strip(io, head, w.batch) + m_block * s.consumers
             counter = None
             if cutlass.const_expr(self.plan.deterministic):
                 counter = io.turns[None, m_block, head, w.batch]
-            self.add_tile(io, smem, first, turn, counter)
-            return ends
+            if cutlass.const_expr(self.adders > 1):
+                self.add_every_second(io, smem, first, turn, counter, number, adder)
+            else:
+                self.add_tile(io, smem, first, turn, counter, 0)
+            return number ^ (self.adders - 1)
 
         self.walk(io, w, Int32(0), add, self.plan.deterministic)
 
     @cute.jit
-    def add_tile(self, io, smem, first, turn, counter):
+    def add_every_second(self, io, smem, first, turn, counter, number, adder):
+        """Those of the tiles that are this warp's."""
+        if number == adder:
+            self.add_tile(io, smem, first, turn, counter, adder)
+
+    @cute.jit
+    def add_tile(self, io, smem, first, turn, counter, adder):
         """Add the strips from `first` on, in turn if there is one: when `counter` says so."""
         s = self.schedule
         for group in cutlass.range_constexpr(s.consumers):
-            self.barriers["full", group].arrive_and_wait()
+            self.barriers["full", self.strip_of(adder, group)].arrive_and_wait()
             if cutlass.const_expr(turn is not None and group == 0):
                 wait_for_turn(counter, turn)
             strip = (self.strip.rows, self.strip.cols)
             mine = cute.local_tile(smem.sums, strip, (group, 0))
             self.store(self.strip, io.sums, mine, (first + group, 0), wait=False)
         self.stored()
-        for group in cutlass.range_constexpr(s.consumers):
-            self.barriers["empty", group].arrive_unaligned()
+        self.emptied(adder ^ (self.adders - 1))
         if cutlass.const_expr(turn is not None):
             end_turn(counter)
+
+    def emptied(self, adder: int | Int32) -> None:
+        """Say that all strips may be written, for a tile that this warp will add."""
+        for group in range(self.schedule.consumers):
+            self.barriers["empty", self.strip_of(adder, group)].arrive_unaligned()
+
+    def strip_of(self, adder: int | Int32, group: int | Int32) -> int | Int32:
+        """The copy of a barrier for a warp that adds and a warpgroup's strip."""
+        return group if self.adders == 1 else adder * self.schedule.consumers + group
 
     @cute.jit
     def consumer(self, io, smem, ports, thread):
@@ -328,9 +354,9 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         f.acc_dk.fill(0.0)
         f.acc_dv.fill(0.0)
         ports.kv.wait_and_advance()
-        self.along(io, smem, f, w, ports, thread)
+        odd = self.along(io, smem, f, w, ports, thread)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-        self.all_have_read(group)
+        self.all_have_read(group, odd)
         f.acc_dk.store(f.acc_dk.load() * io.scale)
         wgmma.to_smem(f.acc_dv, smem.v[None, None, 0], f.dv, thread)
         wgmma.to_smem(f.acc_dk, smem.k[None, None, 0], f.dk, thread)
@@ -341,13 +367,13 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
             note(acc, wgmma.places(mma, s.tile_n, size, thread), io.flags, s.tile_n)
         self.stored()
 
-    def all_have_read(self, group: Int32) -> None:
+    def all_have_read(self, group: Int32, odd: Int32) -> None:
         """Wait until no warpgroup reads K or V any more.
 
         The last strip of dQ says so, which the warp that adds has from all of them.
         """
         if self.schedule.add == "tma":
-            self.barriers["empty", group].arrive_and_wait()
+            self.barriers["empty", self.strip_of(odd, group)].arrive_and_wait()
         else:
             self.meet(group)
 

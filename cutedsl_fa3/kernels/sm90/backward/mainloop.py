@@ -52,36 +52,38 @@ class MainLoop:
 
     @cute.jit
     def along(self, io, smem, f, w, ports, thread):
-        """All tiles of queries that the producer names."""
+        """All tiles of queries that the producer names; returns what `step` would take as `odd`."""
         ring, visits = ports.rows, ports.visits
-        place = cutlass.Int32(0)
+        odd = cutlass.Int32(0)
         visits, word, head = take(visits, smem.visits)
         if cutlass.const_expr(self.plan.deterministic):
             while word != END:
                 if word % 2 == 1:
-                    ring, place, visits, word, head = self.step(
-                        io, smem, f, w, ring, visits, word, head, place, thread, True
+                    ring, odd, visits, word, head = self.step(
+                        io, smem, f, w, ring, visits, word, head, odd, thread, True
                     )
                 else:
-                    ring, place, visits, word, head = self.step(
-                        io, smem, f, w, ring, visits, word, head, place, thread, False
+                    ring, odd, visits, word, head = self.step(
+                        io, smem, f, w, ring, visits, word, head, odd, thread, False
                     )
         else:
             while word != END and word % 2 == 1:
-                ring, place, visits, word, head = self.step(
-                    io, smem, f, w, ring, visits, word, head, place, thread, True
+                ring, odd, visits, word, head = self.step(
+                    io, smem, f, w, ring, visits, word, head, odd, thread, True
                 )
             if cutlass.const_expr(self.ever_full):
                 while word != END:
-                    ring, place, visits, word, head = self.step(
-                        io, smem, f, w, ring, visits, word, head, place, thread, False
+                    ring, odd, visits, word, head = self.step(
+                        io, smem, f, w, ring, visits, word, head, odd, thread, False
                     )
+        return odd
 
     @cute.jit
-    def step(self, io, smem, f, w, ring, visits, word, head, place, thread,
+    def step(self, io, smem, f, w, ring, visits, word, head, odd, thread,
              masked: cutlass.Constexpr):  # fmt: skip
-        """One tile of queries; returns the rings' ends, the next place of dS and the next tile."""
+        """One tile of queries; returns the rings' ends, the other of 0 and 1, and the next tile."""
         s = self.schedule
+        place = odd if s.places > 1 else 0
         places = f.places(thread)
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         slot = ring.wait_and_advance()
@@ -125,10 +127,11 @@ class MainLoop:
         f.multiply_dk(slot, place)
         visits, following, head_after = take(visits, smem.visits)  # while products run
         warpgroup.wait_group(1 if s.sharing == 1 else 2)
-        self.give(io, smem, w, acc_dq, word, head, thread)
+        self.give(io, smem, w, acc_dq, word, head, odd, thread)
         warpgroup.wait_group(0)
         slot.release()
-        return ring, place ^ (s.places - 1), visits, following, head_after
+        odd = odd ^ int(s.places > 1 or self.adders > 1)
+        return ring, odd, visits, following, head_after
 
     def numbers(self, rows: cute.Tensor, slot, places) -> Numbers:
         """LSE or delta of this thread's queries."""
@@ -140,7 +143,7 @@ class MainLoop:
             return None
         return self.numbers(smem.lse, slot, places)
 
-    def give(self, io, smem, w, acc_dq, word, head, thread) -> None:
+    def give(self, io, smem, w, acc_dq, word, head, odd, thread) -> None:
         """Add this warpgroup's share of dQ to its sums, or hand it to the warp that adds."""
         s = self.schedule
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
@@ -148,11 +151,12 @@ class MainLoop:
             strip = self.first_strip(io, head, w.batch) + word // 2 * s.consumers + group
             add(acc_dq, io.sums[1], strip, thread % wgmma.WARPGROUP)
             return
-        self.barriers["empty", group].arrive_and_wait()
+        number = self.strip_of(odd, group)
+        self.barriers["empty", number].arrive_and_wait()
         strip = cute.local_tile(smem.sums, (self.strip.rows, self.strip.cols), (group, 0))
         write(acc_dq, strip, thread % wgmma.WARPGROUP)
         cute.arch.fence_view_async_shared()
-        self.barriers["full", group].arrive_unaligned()
+        self.barriers["full", number].arrive_unaligned()
 
     def meet(self, group: cutlass.Int32) -> None:
         """Wait until all warpgroups have come here; this one is `group`."""
