@@ -47,8 +47,8 @@ class Tile:
     rows do not need; no product reads such a tile.
 
     Raises:
-        LayoutError: rows not a multiple of 8, a row that no swizzle span divides, or a dtype that
-        is not one of cutlass.
+        LayoutError: rows not a multiple of 8, a row that no swizzle span divides, a dtype that is
+        not one of cutlass, or a plain tile that is wider than a box.
     """
 
     rows: int
@@ -75,6 +75,11 @@ class Tile:
                 "needed"
             )
         widest(self.row_bytes // self.pieces)
+        if self.plain and (self.pieces > 1 or self.cols > MAX_BOX):
+            raise LayoutError(
+                f"plain tile of {self.cols} columns in {self.pieces} pieces: TMA lays rows one "
+                f"after the other where a box holds them: 1 piece and at most {MAX_BOX} columns"
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -97,8 +102,8 @@ class Tile:
         split = -(-self.rows // MAX_BOX)
         while self.rows % split:
             split += 1
-        most = MAX_BOX if self.plain else self.swizzle.span * 8 // self.dtype.width
-        return min(self.cols, most), self.rows // split
+        span = self.row_bytes if self.plain else self.swizzle.span
+        return min(self.cols, span * 8 // self.dtype.width), self.rows // split
 
     @property
     def copies(self) -> int:

@@ -160,6 +160,31 @@ def test_dk_that_is_written_before_all_have_read_k_is_a_race():
     assert not verdict.ok
 
 
+def ordered(dim: int) -> BackwardPlan:
+    return configs_backward.plan("nothing", (dim, dim), deterministic=True)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_two_warps_that_add_by_turns_neither_hang_nor_race(dim):
+    plan = ordered(dim)
+    assert plan.kernel.barriers.table["full"].copies == 2 * plan.schedule.consumers
+    verdict = check_pipeline(plan.kernel, [arguments(plan, 1, 300, 130, 2, 1)])
+    assert verdict.ok, verdict
+    assert max(outcome.fills["q"] for outcome in verdict.outcomes) > 2
+
+
+def test_a_warp_that_does_not_hand_on_its_turn_to_add_is_noticed():
+    class Selfish(type(ordered(128).kernel)):
+        """Both warps say that the strips may be written for a tile of the first."""
+
+        def emptied(self, adder):
+            super().emptied(0)
+
+    plan = ordered(128)
+    verdict = check_pipeline(Selfish(plan), [arguments(plan, 1, 300, 130, 1, 1)])
+    assert not verdict.ok
+
+
 def test_p_that_is_read_before_all_have_written_it_is_a_race():
     class Hasty(type(configs_backward.plan("nothing", (192, 128)).kernel)):
         """Each warpgroup goes on as soon as its own P and dS are written."""

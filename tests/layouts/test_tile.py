@@ -205,6 +205,26 @@ def test_a_store_is_encoded_as_the_tile_states(head_dim):
     assert encoded(view, tile.store_atom) == stated(tile, view)
 
 
+@given(st.sampled_from(DTYPES), st.integers(1, 64), st.integers(1, 16), st.data())
+def test_a_plain_tile_lies_row_after_row_in_boxes_of_whole_rows(dtype, eights, chunks, data):
+    tile = Tile(8 * eights, chunks * CHUNK * 8 // dtype.width, dtype, plain=True)
+    assert (tile.swizzle, tile.box[0]) == (NONE, tile.cols)
+    assert tile.copies * tile.box[1] == tile.rows
+    row, col = data.draw(st.integers(0, tile.rows - 1)), data.draw(st.integers(0, tile.cols - 1))
+    with host_cute():
+        places = [
+            cute.crd2idx((row, col), tile.layout()), cute.crd2idx((row, col, 2), tile.layout(3))
+        ]  # fmt: skip
+    once = row * tile.cols + col
+    assert places == [once, 2 * tile.rows * tile.cols + once]
+
+
+@pytest.mark.parametrize("fields", [{"pieces": 2}, {"cols": 512}])
+def test_a_plain_tile_that_boxes_would_not_lay_row_after_row_is_refused(fields):
+    with pytest.raises(LayoutError, match="at most 256 columns"):
+        Tile(**{"rows": 64, "cols": 128, "dtype": cutlass.BFloat16, "plain": True, **fields})
+
+
 @pytest.mark.parametrize(("cols", "pieces", "span"), [(192, 2, 64), (256, 2, 128), (96, 2, 32)])
 def test_every_piece_of_a_row_begins_with_a_swizzle_span(cols, pieces, span):
     tile = Tile(64, cols, cutlass.BFloat16, pieces)
