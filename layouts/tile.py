@@ -48,7 +48,7 @@ class Tile:
 
     Raises:
         LayoutError: rows not a multiple of 8, a row that no swizzle span divides, a dtype that is
-        not one of cutlass, or a plain tile that is wider than a box.
+        not one of cutlass, or a plain tile in pieces or wider than a box.
     """
 
     rows: int

@@ -133,6 +133,17 @@ def test_an_outputs_gradient_that_no_kernel_can_read_is_copied_and_others_are_no
         assert not last(gpu)["do"].any()
 
 
+def test_a_stride_that_no_tensor_map_takes_is_replaced_where_the_size_is_1(gpu):
+    q, k, v = leaves(1, 64, 64, 4, 4, 64)
+    out = fa3.attention(q, k, v)
+    do = torch.randn_like(out)
+    odd = do.as_strided(do.shape, (3, *do.stride()[1:]))
+    torch.autograd.grad(out, q, odd)
+    given = last(gpu)["do"]
+    assert torch.equal(given, do) and given.data_ptr() == odd.data_ptr()
+    assert all(stride % 8 == 0 for stride in given.stride()[:3])
+
+
 def test_the_current_device_is_left_as_found_by_a_backward_even_one_that_fails(gpu):
     q, k, v = leaves(1, 64, 64, 2, 2, 64)
     gpu.current = 1

@@ -7,12 +7,13 @@
                 then dK and dV -> the memory of K and V -> global memory, by TMA
 
     ring    carries            filled by     emptied by, one arrival a warp
-    kv      K and V, one slot  TMA bytes     never: they stay
+    kv      K and V, one slot  TMA bytes     never: they stay, until dK and dV take their memory
     rows    Q, dO, lse, delta  TMA bytes     when dK and dV of them are complete
     visits  which tile         the producer  when read
 
     barrier  threads   says
-    ds       all       dS (and P) of all keys lies in shared memory; with one place, may be written
+    ds       all       dS (and P) of all keys lies in shared memory; with one place, may be written;
+                       at the end: nobody reads K and V any more; dK and dV lie there
     empty    128 + 32  a warpgroup's strip of dQ has been read, and may be written
     full     128 + 32  it is written, and may be added to the sums
 
@@ -96,7 +97,7 @@ class BackwardSm90(MainLoop, Visiting, WarpSpecialized):
         self.plan, self.schedule, self.dtype, self.dims = plan, s, dtype, dims
         self.strip = strip(s, dims[0])
         self.tiles = {
-            "k": Tile(s.tile_n, dims[0], dtype, pieces=s.beside),
+            "k": Tile(s.tile_n, dims[0], dtype, pieces=max(s.beside, s.sharing)),
             "v": Tile(s.tile_n, dims[1], dtype, pieces=s.sharing),
             "q": Tile(s.tile_m, dims[0], dtype, pieces=s.sharing),
             "do": Tile(s.tile_m, dims[1], dtype, pieces=s.sharing),

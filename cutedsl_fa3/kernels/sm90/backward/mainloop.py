@@ -47,7 +47,8 @@ def before_the_wait(p16: cute.Tensor, eighths: int) -> None:
 class MainLoop:
     """What `BackwardSm90.consumer` does for each tile of queries.
 
-    Mixed into a kernel that has `schedule`, `barriers`, `sums` and `elements`.
+    Mixed into a kernel that has `schedule`, `plan`, `barriers`, `elements` and what hands dQ on:
+    `adders`, `strip`, `strip_of`, `first_strip`.
     """
 
     @cute.jit
@@ -88,7 +89,7 @@ class MainLoop:
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         slot = ring.wait_and_advance()
         # Products leave shared memory little time for other reads, so LSE is read before they are
-        # issued, and dS is stored before dV is, where no function of scores takes the registers.
+        # issued, and dS is stored before dV is, where a function of scores leaves the registers.
         roomy = s.spread or not changes_products(self.plan.variant)
         lse = self.numbers(smem.lse, slot, places) if roomy else None
         acc_s = f.multiply_scores(f.k, f.q, slot)

@@ -1,4 +1,4 @@
-"""What the backward's roles work on: arguments, a thread's fragments, the order of dQ's sums."""
+"""What the backward's roles work on: arguments, a thread's fragments, rows of an accumulator."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def store_rows(
     places: Places,
     out: cute.Tensor,
     first: Int32,
-    factor: Float32 | None,
+    factor: Float32,
     whole: bool,
 ) -> None:
     """An accumulator to global memory, 16 bytes a lane, times a factor.
@@ -171,9 +171,8 @@ def store_rows(
     and, unless `whole`, columns outside it are left out.
     """
     values = wgmma.as_rows_cols(acc)
-    if factor is not None:
-        for n in range(cute.size(acc)):
-            acc[n] = acc[n] * factor
+    for n in range(cute.size(acc)):
+        acc[n] = acc[n] * factor
     lane = cute.arch.lane_idx() % LANES
     vectored = cute.size(values, mode=[1]) // CHUNK * CHUNK
     for r in range(len(places.row_offsets)):

@@ -31,7 +31,8 @@ class BackwardSchedule:
     "direct" from registers, four at once. `head_group`: heads whose tiles are interleaved so that
     they stay in L2. `spread`: of LSE and delta, a lane holds a pair of every 64 queries and the
     lanes of a warp ask each other, so that they take 2 registers of each instead of 16. `early`:
-    eighths of P that are computed before the wait for dP, which the compiler moves up else.
+    eighths of P that are computed before the wait for dP, which the compiler moves up else; where a
+    function of scores takes the registers, it is left to the compiler unless LSE is spread.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.

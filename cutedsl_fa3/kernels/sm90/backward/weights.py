@@ -132,7 +132,7 @@ class Weigher:
     ) -> None:
         """m in place of products, and P rounded.
 
-        Shape: acc, p16 accumulators of keys x queries; lse as `numbers` loads them, in base 2.
+        Shape: acc, p16 accumulators of keys x queries; lse in base 2.
         """
         memo: tuple[dict, dict] = ({}, {})
         x = by_query(acc)
@@ -179,6 +179,8 @@ class Weigher:
         lse: Numbers | None = None,
     ) -> None:
         """dS = m * (dP - delta) in place of dP; 0 where the mask hides, whatever dP is.
+
+        Keys past the end, of which nothing is stored, are left to their m, which is 0.
 
         With sums to add to, what captured tensors get; `products` and `lse` where that is a
         function of the raw score.
