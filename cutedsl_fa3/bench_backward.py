@@ -28,7 +28,7 @@ from .peers import OURS, Call
 from .peers_backward import GRADIENTS, GradientInputs, GradientProvider
 from .plans_backward import BackwardPlan
 from .problem import DTYPES, Problem
-from .record import BackwardRow, PeakRow, Record, RecordError, Row
+from .record import BackwardRow, PeakRow, Record, RecordError, Row, Sizes
 from .variant.derive import of_element
 
 FLOPS = 2.5  # of the forward's: five products of tiles instead of two
@@ -308,8 +308,9 @@ def peaks(
                 absent.note(provider.name, f"no peak: {bench.why_not(error, case)}")
                 report(f"{provider.name}: no peak of {case}: {error}"[:WIDTH])
                 continue
-            sizes = {each.name: getattr(case, each.name) for each in fields(Case)}
-            rows.append(PeakRow(provider.name, **sizes, peak_bytes=max(samples), samples=samples))
+            sizes = {each.name: getattr(case, each.name) for each in fields(Sizes)}
+            peak_of = {"provider": provider.name, "peak_bytes": max(samples), "samples": samples}
+            rows.append(PeakRow(**sizes, **peak_of))
         said = ", ".join(f"{row.provider} {row.peak_bytes / 2**20:.0f}" for row in rows)
         report(f"{case}: peak {said or 'nothing'} MiB")
         yield rows

@@ -15,6 +15,7 @@ import torch
 from .named import Lengths, named, visible_pairs
 from .peers import Inputs
 from .problem import DTYPES, Problem
+from .record import Sizes
 from .schedules import Extents
 
 Dims = tuple[int, int]  # head_dim, head_dim_v
@@ -37,18 +38,8 @@ PLAIN = "causal"  # what a variant of ours is compared with
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sizes):
     """One problem: a variant by name and the sizes it runs on."""
-
-    variant: str
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    seqlen_q: int
-    seqlen_k: int
-    batch: int
-    heads: int
-    kv_heads: int
 
     @property
     def problem(self) -> tuple[str, int, int]:

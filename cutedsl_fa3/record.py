@@ -35,16 +35,9 @@ class RecordError(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
-    """One provider's time on one problem.
+class Sizes:
+    """A variant by name, and the type and sizes of what it runs on."""
 
-    Units: `ms` is the median of `samples` (milliseconds per call); `tflops` counts
-    2 x (head_dim + head_dim_v) for each visible pair of query and key, causal as half of all pairs.
-    `max_error` is the largest difference from fp64 in rows that are the same for every provider.
-    """
-
-    provider: str
-    direction: str
     variant: str
     dtype: str
     head_dim: int
@@ -54,6 +47,19 @@ class Row:
     batch: int
     heads: int
     kv_heads: int
+
+
+@dataclass(frozen=True)
+class Row(Sizes):
+    """One provider's time on one problem.
+
+    Units: `ms` is the median of `samples` (milliseconds per call); `tflops` counts
+    2 x (head_dim + head_dim_v) for each visible pair of query and key, causal as half of all pairs.
+    `max_error` is the largest difference from fp64 in rows that are the same for every provider.
+    """
+
+    provider: str
+    direction: str
     ms: float
     tflops: float
     max_error: float
@@ -110,22 +116,13 @@ class BackwardRow(Row):
 
 
 @dataclass(frozen=True)
-class PeakRow:
+class PeakRow(Sizes):
     """The most memory that a forward with its backward holds besides its inputs.
 
     Units: bytes, of which `peak_bytes` is the most of `samples`.
     """
 
     provider: str
-    variant: str
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    seqlen_q: int
-    seqlen_k: int
-    batch: int
-    heads: int
-    kv_heads: int
     peak_bytes: int
     samples: tuple[int, ...]
 
@@ -154,21 +151,12 @@ class GemmRow:
 
 
 @dataclass(frozen=True)
-class ScheduleRow:
+class ScheduleRow(Sizes):
     """One schedule's time on one problem; units as for `Row`.
 
     `schedule` has the fields of a `Schedule`, as far as it had them when this was measured.
     """
 
-    variant: str
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    seqlen_q: int
-    seqlen_k: int
-    batch: int
-    heads: int
-    kv_heads: int
     schedule: dict[str, Any]
     ms: float
     tflops: float
@@ -254,7 +242,7 @@ class TrainRow:
 
 
 @dataclass(frozen=True)
-class TimelineRow:
+class TimelineRow(Sizes):
     """What one CTA of a call did when (timeline/); `schedule` has the fields of a `Schedule`.
 
     `intervals`: (lane, kind, what, tile, start, end). `dropped`: stamps that found no room. `ghz`:
@@ -263,15 +251,6 @@ class TimelineRow:
     Units: clocks.
     """
 
-    variant: str
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    seqlen_q: int
-    seqlen_k: int
-    batch: int
-    heads: int
-    kv_heads: int
     schedule: dict[str, Any]
     title: str
     cta: int

@@ -249,4 +249,4 @@ def test_an_unknown_provider_is_refused_by_name() -> None:
 
 def row(provider: str, tflops: float, **changes) -> Row:
     sizes = vars(SMALL) | {"ms": 1.0, "tflops": tflops, "max_error": 0.002, "samples": (1.0, 1.1)}
-    return Row(provider, "forward", **{**sizes, **changes})
+    return Row(**{"provider": provider, "direction": "forward", **sizes, **changes})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from cutedsl_fa3.cli import app
 from cutedsl_fa3.errors import Unsupported
 from cutedsl_fa3.peers import OURS, PROVIDERS, Provider
 from cutedsl_fa3.peers_backward import GRADIENTS, GradientInputs, GradientProvider, _by_autograd
-from cutedsl_fa3.record import META, BackwardRow, PeakRow, Record, RecordError
+from cutedsl_fa3.record import META, BackwardRow, PeakRow, Record, RecordError, Sizes
 from cutedsl_fa3.tables import backward_table
 
 SMALL = GradientCase("causal", "bf16", 32, 16, 40, 56, 2, 4, 2)
@@ -310,9 +310,8 @@ def _row(case: GradientCase, provider: str = OURS, **changes) -> BackwardRow:
 
 
 def _peak(case: GradientCase, provider: str, peak: int) -> PeakRow:
-    names = list(PeakRow.__dataclass_fields__)[1:-2]
-    sizes = {name: getattr(case, name) for name in names}
-    return PeakRow(provider, **sizes, peak_bytes=peak, samples=(peak,) * 3)
+    sizes = {each.name: getattr(case, each.name) for each in fields(Sizes)}
+    return PeakRow(**sizes, provider=provider, peak_bytes=peak, samples=(peak,) * 3)
 
 
 @pytest.fixture

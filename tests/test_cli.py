@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 import pytest
@@ -140,7 +140,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def measured_row(case) -> Row:
-    return Row("fa3", "forward", **vars(case), ms=1.0, tflops=1.0, max_error=0.1, samples=(1.0,))
+    return Row(*astuple(case), "fa3", "forward", ms=1.0, tflops=1.0, max_error=0.1, samples=(1.0,))
 
 
 def test_bench_writes_one_record_of_all_cases(pretended, monkeypatch, tmp_path: Path) -> None:
@@ -231,7 +231,8 @@ def every_kind(pretended, monkeypatch) -> list[str]:
     def backward(cases, providers, timing, *rest) -> list[BackwardRow]:
         asked.append(timing.name)
         row = {"ms": 1.0, "tflops": 1.0, "max_error": 0.1, "samples": (1.0,)}
-        return [BackwardRow("fa4", "backward", **vars(case), **row) for case in cases]
+        row |= {"provider": "fa4", "direction": "backward"}
+        return [BackwardRow(**vars(case), **row) for case in cases]
 
     monkeypatch.setattr("cutedsl_fa3.bench_gemm.measure", gemm)
     monkeypatch.setattr("cutedsl_fa3.bench_backward.measure_together", backward)

@@ -38,7 +38,7 @@ from cutedsl_fa3.tables import (
 
 
 def row(provider: str, tflops: float, **changes) -> Row:
-    sizes = dict(zip(Row.__dataclass_fields__, (provider, "forward"), strict=False))
+    sizes = dict(provider=provider, direction="forward")
     sizes |= dict(variant="causal", dtype="bf16", head_dim=128, head_dim_v=128, seqlen_q=4096)
     sizes |= dict(seqlen_k=4096, batch=4, heads=16, kv_heads=16, ms=1.0, tflops=tflops)
     sizes |= dict(max_error=0.002)

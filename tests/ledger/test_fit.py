@@ -102,7 +102,7 @@ def test_times_that_the_model_makes_give_its_parameters_back():
         for variant in PLAIN:
             for batch, seqlen in ((64, 512), (8, 2048), (1, 8192)):
                 sizes = (d, d, seqlen, seqlen, batch, 16, 16)
-                row = Row(OURS, "forward", variant, "bf16", *sizes, 1.0, 1.0, 0.0, ())
+                row = Row(variant, "bf16", *sizes, OURS, "forward", 1.0, 1.0, 0.0, ())
                 sample = Sample(row, schedule, (20.0 * d, 25.0 * d))
                 ms = sample.predicted(truth)
                 samples.append(dataclasses.replace(sample, row=dataclasses.replace(row, ms=ms)))
@@ -185,7 +185,7 @@ TODAY = dict(zip(("kernel_source_hash", "schedules"), stored.table_and_sources()
 def row(variant: str, d: int, seqlen: int, off: float = 1.0) -> Row:
     """A row of ours, `off` times as long as `TRUTH` says of today's kernel."""
     sizes = (d, d, seqlen, seqlen, 8192 // seqlen, 16, 16)
-    made = Row(OURS, "forward", variant, "bf16", *sizes, 1.0, 1.0, 0.0, ())
+    made = Row(variant, "bf16", *sizes, OURS, "forward", 1.0, 1.0, 0.0, ())
     (sample,) = samples(Record({}, (made,)), todays_kernels([Record({}, (made,))]))
     return dataclasses.replace(made, ms=sample.predicted(TRUTH) * off)
 
