@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from cutedsl_fa3.bench import (
     measure_together,
     run,
     run_together,
+    window,
 )
 from cutedsl_fa3.cases import Case
 from cutedsl_fa3.checks import WrongResult
@@ -250,3 +252,16 @@ def test_an_unknown_provider_is_refused_by_name() -> None:
 def row(provider: str, tflops: float, **changes) -> Row:
     sizes = vars(SMALL) | {"ms": 1.0, "tflops": tflops, "max_error": 0.002, "samples": (1.0, 1.1)}
     return Row(**{"provider": provider, "direction": "forward", **sizes, **changes})
+
+
+@pytest.mark.gpu
+def test_what_the_host_takes_before_its_first_launch_is_not_counted():
+    numbers, waits = torch.zeros(1024, device="cuda"), [0.0006]
+
+    def call():
+        if waits:  # as a backward's first call after a rest
+            time.sleep(waits.pop())
+        numbers.add_(1.0)
+
+    numbers.add_(1.0)
+    assert window(call, 1) < 0.3
