@@ -116,11 +116,11 @@ def _local(programs: list[tuple[Event, ...]], state: State, warp: int) -> State:
     at = state.at[warp]
     while at < len(programs[warp]) and programs[warp][at].kind in LOCAL:
         at += 1
-    return _moved(state, warp, at)
+    return state if at == state.at[warp] else _moved(state, warp, at)
 
 
 def _moved(state: State, warp: int, at: int) -> State:
-    return state._replace(at=(*state.at[:warp], at, *state.at[warp + 1 :]))
+    return State((*state.at[:warp], at, *state.at[warp + 1 :]), *state[1:])
 
 
 def _put(pairs: tuple, key: int, value: Any) -> tuple:
@@ -183,6 +183,12 @@ def _read(state: State, warp: int, step: int, region: ev.Region) -> State:
     return state._replace(found=tuple(sorted([*state.found, (warp, step, lies)])))
 
 
+def _holds(state: State, event: Event) -> bool:
+    """Whether an mbarrier lets nobody through who waits like this."""
+    barrier = next((each for place, each in state.barriers if place == event.at), None)
+    return barrier is None or (barrier.phase & 1) == event.value
+
+
 def _step(
     program: tuple[Event, ...],
     state: State,
@@ -193,14 +199,13 @@ def _step(
     """One step of a warp, or None where it is held."""
     at = state.at[warp]
     event = program[at]
-    after = _moved(state, warp, at + 1)
     kind = event.kind
+    if kind == ev.WAIT and _holds(state, event):  # before all else, since most steps are held so
+        return None
+    after = _moved(state, warp, at + 1)
     if kind == ev.INIT:
         made = Barrier(event.count, event.count, 0, 0)
         return after._replace(barriers=_put(state.barriers, event.at, made))
-    if kind == ev.WAIT:
-        barrier = dict(state.barriers).get(event.at)
-        return None if barrier is None or (barrier.phase & 1) == event.value else after
     if kind in (ev.ARRIVE, ev.EXPECT):
         return _count(after, event.at, event.count, event.value if kind == ev.EXPECT else 0, found)
     if kind in (ev.SYNC, ev.SIGNAL):
