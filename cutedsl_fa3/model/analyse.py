@@ -105,10 +105,11 @@ def _accesses(run: Run, blocked: bool) -> Reads:
     accesses = run.accesses
     writes = [a for a in accesses if a.kind in WRITES]
     _races(run, accesses, writes)
+    latest_first = sorted(writes, key=lambda a: a.begin, reverse=True)
     found = []
     for access in accesses:
         if access.kind not in WRITES:
-            found.append((access.who, access.times, _contents(run, access, writes)))
+            found.append((access.who, access.times, _contents(run, access, latest_first)))
     if not blocked:
         _unread(run, accesses, writes)
     return tuple(sorted(found, key=lambda read: read[0]))
@@ -123,11 +124,22 @@ def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
         r: [a for other, group in by_region.items() if _meet(r, other) for a in group]
         for r in {write.region for write in writes}
     }
+    warps = {who: seat(run, who)[1] for who in {access.who for access in accesses}}
+    roles = {who: run.names.role(warp)[0] for who, warp in warps.items()}
+    others_of: dict[tuple[Region, str], list[Access]] = {}
     for write in writes:
-        for other in near[write.region]:
+        others = near[write.region]
+        if write.kind in BY_THREADS and not write.exact:  # most: leave out its own role at once
+            role = roles[write.who]
+            if (write.region, role) not in others_of:
+                others_of[write.region, role] = [
+                    a for a in others if a.kind not in BY_THREADS or roles[a.who] != role
+                ]
+            others = others_of[write.region, role]
+        for other in others:
             if other is write or (other.kind in WRITES and other.begin > write.begin):
                 continue
-            if not _clash(run, write, other):
+            if not _clash(roles, write, other):
                 continue
             first, second = (write, other) if write.begin < other.begin else (other, write)
             if first.end is not None and run.past[second.begin] >> first.end & 1:
@@ -139,16 +151,16 @@ def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
                 run.fault(kind, text, second.begin, first.begin)
 
 
-def _clash(run: Run, write: Access, other: Access) -> bool:
-    """Whether two accesses to the same bytes must not meet.
+def _clash(roles: dict[int, str], write: Access, other: Access) -> bool:
+    """Whether two accesses to the same bytes must not meet; `roles` by process.
 
     Threads of one role have places of their own in a tensor that they write together.
     """
-    if write.who == other.who and write.kind in BY_THREADS and other.kind in BY_THREADS:
+    if write.kind not in BY_THREADS or other.kind not in BY_THREADS:
+        return True
+    if write.who == other.who:
         return False
-    by_threads = write.kind in BY_THREADS and other.kind in BY_THREADS
-    roles = [run.names.role(seat(run, access.who)[1])[0] for access in (write, other)]
-    return not by_threads or (write.exact and other.exact) or roles[0] != roles[1]
+    return (write.exact and other.exact) or roles[write.who] != roles[other.who]
 
 
 def _race(run: Run, first: Access, second: Access, writes: list[Access]) -> tuple[str, str]:
@@ -184,10 +196,13 @@ def _race(run: Run, first: Access, second: Access, writes: list[Access]) -> tupl
 
 
 def _contents(run: Run, read: Access, writes: list[Access]) -> tuple[tuple[int, int], ...]:
-    """Whose writes a read finds, latest first; a fault where it finds bytes of nobody."""
+    """Whose writes a read finds, latest first; a fault where it finds bytes of nobody.
+
+    `writes` come latest first.
+    """
     left, found = read.region, []
     past = run.past[read.begin]
-    for write in sorted(writes, key=lambda a: a.begin, reverse=True):
+    for write in writes:
         if write.end is None or not past >> write.end & 1 or not _meet(write.region, left):
             continue
         found.append((write.who, write.order))
@@ -196,10 +211,13 @@ def _contents(run: Run, read: Access, writes: list[Access]) -> tuple[tuple[int, 
         left = without(left, write.region)
         if not left:
             break
-    late = any(
-        w.begin > read.begin or not past >> w.begin & 1 for w in writes if _meet(w.region, left)
-    )
-    if left and read.exact and not late:
+    if (
+        left
+        and read.exact
+        and not any(
+            w.begin > read.begin or not past >> w.begin & 1 for w in writes if _meet(w.region, left)
+        )
+    ):
         run.fault(
             "read before full",
             f"{run.names.region(left)}: {run.names.who(*seat(run, read.who))} reads what nobody "
