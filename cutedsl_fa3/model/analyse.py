@@ -126,20 +126,14 @@ def _races(run: Run, accesses: list[Access], writes: list[Access]) -> None:
     }
     warps = {who: seat(run, who)[1] for who in {access.who for access in accesses}}
     roles = {who: run.names.role(warp)[0] for who, warp in warps.items()}
-    others_of: dict[tuple[Region, str], list[Access]] = {}
+    # Whom a write must not meet is the same for all that a warp writes so to these bytes.
+    clashing: dict[tuple[Region, bool, bool, int], list[Access]] = {}
     for write in writes:
-        others = near[write.region]
-        if write.kind in BY_THREADS and not write.exact:  # most: leave out its own role at once
-            role = roles[write.who]
-            if (write.region, role) not in others_of:
-                others_of[write.region, role] = [
-                    a for a in others if a.kind not in BY_THREADS or roles[a.who] != role
-                ]
-            others = others_of[write.region, role]
-        for other in others:
+        like = (write.region, write.kind in BY_THREADS, write.exact, write.who)
+        if like not in clashing:
+            clashing[like] = [a for a in near[write.region] if _clash(roles, write, a)]
+        for other in clashing[like]:
             if other is write or (other.kind in WRITES and other.begin > write.begin):
-                continue
-            if not _clash(roles, write, other):
                 continue
             first, second = (write, other) if write.begin < other.begin else (other, write)
             if first.end is not None and run.past[second.begin] >> first.end & 1:
