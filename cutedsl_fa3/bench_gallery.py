@@ -10,6 +10,7 @@ both.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,10 @@ from functools import cached_property
 
 import torch
 
-from . import gallery_page, inputs
+from . import cache, gallery_page, inputs
 from .bench import Timing, take_turns
 from .checks import Sample, check, sampled_rows, tolerance
+from .evidence import side_by_side
 from .gallery_page import EXAMPLES, Example, Visits
 from .interface import attention, plan
 from .ladder_page import table
@@ -186,9 +188,14 @@ def measure(
 ) -> list[Row]:
     """Check, then time, every example; `report` hears of each.
 
+    Kernels for a GPU are compiled first, side by side by a process for each processor.
+
     Raises: WrongResult.
     """
     seqlen, heads, head_dim = sizes
+    if torch.device(device).type == "cuda":
+        wanted = [(example.name, *sizes) for example in examples]
+        side_by_side(compiled, wanted, min(os.cpu_count() or 1, len(wanted)))
     random_numbers = torch.Generator(device).manual_seed(seed)
     shape = (1, seqlen, heads, head_dim)
     q, k, v = (
@@ -225,6 +232,16 @@ def measure(
         report(f"{example.kind} {example.name}: {row.ms:.3f} ms")
         rows.append(row)
     return rows
+
+
+def compiled(example: tuple[str, int, int, int]) -> str:
+    """The name of an example's kernel, which is in the cache on disk from then on.
+
+    `example`: its name, seqlen, heads, head_dim.
+    """
+    name, *sizes = example
+    found = next(one for one in EXAMPLES if one.name == name)
+    return cache.get(predicted(found, *sizes).plan.kernel).name
 
 
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> Call:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from cutedsl_fa3 import bench_gallery, cases, figures, gallery, gallery_page, reference
+from cutedsl_fa3 import (
+    attention,
+    bench_gallery,
+    cache,
+    cases,
+    figures,
+    gallery,
+    gallery_page,
+    reference,
+)
 from cutedsl_fa3.bench import Timing
 from cutedsl_fa3.bench_gallery import (
     beside_table,
     clocks_table,
+    compiled,
     measure,
     predicted,
     tiles_table,
@@ -107,6 +119,23 @@ def test_a_wrong_result_is_not_timed(monkeypatch) -> None:
     monkeypatch.setattr(bench_gallery, "attention", lambda *given: right(*given) + 1)
     with pytest.raises(WrongResult):
         measure(QUICK, print, examples=SOME[:1], sizes=(N, 2, 64), device="cpu")
+
+
+def test_the_kernel_compiled_ahead_is_the_one_that_is_called(gpu, monkeypatch) -> None:
+    pretended, asked = cache.get, []
+
+    def get(kernel):
+        asked.append(kernel.key_text)
+        return SimpleNamespace(**vars(pretended(kernel)), name=kernel.name)
+
+    monkeypatch.setattr(cache, "get", get)
+    for example in EXAMPLES:
+        compiled((example.name, N, 4, 64))
+        q, k, v = (torch.zeros(1, N, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+        attention(q, k, v, variant_of(example, N, 4))
+        ahead, called = asked
+        assert ahead == called, example.name
+        asked.clear()
 
 
 def test_tables_show_ratios_to_causal_and_to_full(rows) -> None:
