@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -41,16 +42,27 @@ class Offered(Protocol):
     def prepare(self, inputs: Any, /) -> Call: ...
 
 
+CLOCKS_PER_MS = 2_000_000  # of a GPU, at most
+AHEAD_MS = 1.0, 25.0  # how long the GPU is kept waiting, at least and at most
+_host_ms: weakref.WeakKeyDictionary[Call, float] = weakref.WeakKeyDictionary()  # of a call, lately
+
+
 def window(call: Call, repeats: int) -> float:
-    """Milliseconds per call of back-to-back calls; the GPU is idle before and after."""
+    """Milliseconds per call of back-to-back calls; the GPU is idle before and after.
+
+    The GPU spins until the host has queued all calls, if it takes as long as lately: what the host
+    takes is not kernel time. Some peers' calls take longer than their kernels.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    least, most = AHEAD_MS
+    ahead = min(most, max(least, 1.2 * repeats * _host_ms.get(call, 0.0)))
     torch.cuda.synchronize()
-    # About 1 ms of spinning on the GPU: the first call is queued before the clock starts, so a slow
-    # host path (that of a backward in torch takes more than 0.3 ms) does not count as kernel time.
-    torch.cuda._sleep(2_000_000)
+    torch.cuda._sleep(int(ahead * CLOCKS_PER_MS))
     start.record()
+    began = time.perf_counter()
     for _ in range(repeats):
         call()
+    _host_ms[call] = (time.perf_counter() - began) * 1e3 / repeats
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats

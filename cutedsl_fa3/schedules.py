@@ -93,7 +93,7 @@ TABLE = (
     Row(96, 96, "uniform", 128, 128, 2, "intra", 2, "tma", False, "tile_n 160: 0.98, 192: 0.99"),
     Row(96, 96, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills in fp16"),
     Row(96, 96, "much", 128, 96, 2, "intra", 2, "tma", False, "not tuned anew"),
-    Row(128, 128, "uniform", 128, 128, 2, "intra", 2, "tma", False, "early 0 0.96; lazy 0.98"),
+    Row(128, 128, "uniform", 128, 128, 2, "intra", 1, "tma", False, "early 2 0.99; 0 0.98"),
     Row(128, 128, "tables", 128, 128, 2, "both", 0, "tma", False, "bias 0.90 ms; intra: 0.96"),
     Row(128, 64, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills in fp16"),
     Row(128, 128, "elements", 128, 128, 2, "intra", 2, "tma", False, "documents 0.30 ms; 96: 0.32"),
@@ -126,8 +126,8 @@ HEAD_GROUP = 8
 FEWER = 0.9
 
 
-def needs(variant: Variant) -> str:
-    """What a variant's functions hold in registers besides the accumulators.
+def needs(variant: Variant, with_mask: bool = True) -> str:
+    """What a variant's functions, its mask among them or not, hold besides the accumulators.
 
     "nothing": a mask of positions without `or`, with one span of visible keys and one edge.
     "light": besides, a score of a few additions and products, such as ALiBi. "weights": a function
@@ -135,20 +135,21 @@ def needs(variant: Variant) -> str:
     read once a tile. "tables": a score that reads captured tensors by query or key. "elements": a
     mask that does. "much": more than a few operations on floats for each score.
     """
-    roles = ("score", "mask", "weight")
+    roles = ("score", "mask", "weight") if with_mask else ("score", "weight")
+    mask = variant.mask if with_mask else None
     graphs = [variant.graphs[role] for role in roles if role in variant.graphs]
     nodes = [node for graph in graphs for node in graph.nodes]
     each = [node for node in nodes if node.depends & {"score", "q", "k"}]
     if sum(node.dtype == "float" for node in each) > MUCH:
         return "much"
-    of_mask = variant.mask.nodes if variant.mask is not None else ()
+    of_mask = mask.nodes if mask is not None else ()
     if any(node.op == "load" and node in each for node in of_mask):
         return "elements"
     if any(node.op == "load" for node in each):
         return "tables"
-    if any(node.op in ("load", "or") for node in of_mask) or most_spans(variant.mask) > 1:
+    if any(node.op in ("load", "or") for node in of_mask) or most_spans(mask) > 1:
         return "uniform"
-    if most_edges(variant.mask) > 1:
+    if most_edges(mask) > 1:
         return "uniform"
     if variant.weight is not None:
         return "weights"

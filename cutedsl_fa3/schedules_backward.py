@@ -2,7 +2,8 @@
 
 Rows are tried from the top; the first whose head sizes, needs and order of sums match is taken.
 Needs are those of the forward's table (`schedules.needs`): what a variant's functions hold in
-registers besides the accumulators. Gradients of captured tensors count as "much".
+registers besides the accumulators. A mask whose queries are spans for each key takes two registers
+of bits and counts for nothing. Gradients of captured tensors count as "much".
 
 What is fixed by arithmetic, for two consumer warpgroups of 240 registers a thread. Accumulators of
 a thread take, in registers: dK and dV, 64 keys each: (d + dv) / 2, halved where two warpgroups
@@ -29,6 +30,7 @@ from .problem import Problem
 from .schedules import NEEDS, needs
 from .variant import Variant
 from .variant.derive import number, of_element
+from .variant.spans import exchanged, in_spans
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def serving_row(
     Raises: ScheduleError where there is none.
     """
     dims = tile_dims(problem)
-    level = NEEDS.index("much" if wanted else needs(variant))
+    held = needs(variant, with_mask=not in_spans(exchanged(variant.mask)))
+    level = NEEDS.index("much" if wanted else held)
     return next(
         row
         for row in TABLE

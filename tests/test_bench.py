@@ -265,3 +265,15 @@ def test_what_the_host_takes_before_its_first_launch_is_not_counted():
 
     numbers.add_(1.0)
     assert window(call, 1) < 0.3
+
+
+@pytest.mark.gpu
+def test_a_host_that_is_slower_than_the_gpu_is_not_counted():
+    numbers = torch.zeros(1024, device="cuda")
+
+    def call():
+        time.sleep(0.0002)
+        numbers.add_(1.0)
+
+    window(call, 4)  # which learns how long the host takes
+    assert window(call, 40) < 0.1

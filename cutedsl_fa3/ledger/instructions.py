@@ -37,17 +37,24 @@ from cutedsl_fa3.variant.fusion import (
 from cutedsl_fa3.variant.graph import Graph, Node, Ref
 from cutedsl_fa3.variant.limits import in_base_2
 from cutedsl_fa3.variant.pairs import read_along_k
+from cutedsl_fa3.variant.solve import Bound, solve
+from cutedsl_fa3.variant.spans import in_spans
 
 from .rates import (
     ADDED,
     ADDRESS,
     ALONE,
+    BIT,
+    BITS,
     CLAMPED,
     CLAMPED_PAIR,
     COARSE,
     DISTANCE,
     DIVISOR,
+    END_OF_SPAN,
     FIRST_OF_PAIR,
+    HALF,
+    HALF_OF_WORD,
     HIDDEN,
     INSIDE,
     LIMITED,
@@ -71,6 +78,7 @@ if TYPE_CHECKING:
 
 ROWS = (0, 8)  # of a thread, below its first one; source: layouts/wgmma.py
 VARIES = ROW | COLUMN | ELEMENT
+WORD, EIGHT = 32, 8  # bits of a row, and those that become predicates together but for the last
 _INVERTED = 2.0**-126, 2.0**126  # divisors whose inverse multiplies; source: variant/lower.py
 
 
@@ -183,6 +191,9 @@ def _scores(plan: Plan, tally: Tally, masked: bool) -> None:
 
 def _masked(plan: Plan, tally: Tally) -> None:
     mask = plan.variant.mask
+    if in_spans(mask):
+        _bits(plan, tally)
+        return
     conditions = _conditions(mask) if mask else ()
     reader = mask and _Reader(mask, conditions, plan, tally)
     # Rows of one query share their conditions, so these are joined before the selection.
@@ -195,6 +206,31 @@ def _masked(plan: Plan, tally: Tally) -> None:
             reader.names(place)
             for condition in selections:
                 tally.once(("hidden", place, condition), HIDDEN)
+
+
+def _bits(plan: Plan, tally: Tally) -> None:
+    """The bits of each row, or of all rows if they see the same, and a selection an element."""
+    mask = plan.variant.mask
+    by_row = mask is not None and "q" in mask.inputs
+    formula = solve(mask).possible
+    # The end of the sequence is one of the ends, where the mask has none behind a key.
+    bounds = [literal for literals in formula for literal in literals if isinstance(literal, Bound)]
+    ends = sum(bound.side == "low" for bound in bounds) + len(formula)
+    weight = plan.variant.weight is not None
+    scored = score_graph(plan) is not None and not weight
+    halves = weight and plan.problem.dtype == "fp16"
+    in_words = len(columns(plan.schedule.tile_n)) // WORD * WORD
+    for place in _places(plan.schedule):
+        row = place.ahead_q if by_row else None  # rows of several heads can be of one query
+        shifted = halves and place.column < in_words
+        selected = HALF_OF_WORD if shifted else HALF if halves else HIDDEN
+        tally.once(("hidden", place), selected)
+        if scored:
+            tally.once(("bit", row, place.column), BIT)
+        elif not shifted:
+            tally.once(("bits", row, place.column // EIGHT), BITS)
+        for end in range(ends):
+            tally.once(("end", row, end), END_OF_SPAN)
 
 
 def _conditions(mask: Graph) -> tuple[Ref, ...]:

@@ -63,6 +63,17 @@ def key_sets(mask: Graph | None, tile: QueryTile, ints: Integers) -> Keys:
     return Keys(projection.union(solution.possible), projection.union(solution.hidden))
 
 
+def key_spans(
+    mask: Graph | None, query: Any, of_tile: QueryTile, ints: Integers
+) -> tuple[tuple[Any | None, Any | None], ...]:
+    """The keys that one query sees, if `solve` is exact: from low to below high, which may overlap.
+
+    None is an end that there is not. What is read from memory is held within +-LARGEST.
+    """
+    projection = _Projection(mask, of_tile._replace(q0=query, q1=query), ints)
+    return tuple(projection.span(conjunction) for conjunction in solve(mask).possible)
+
+
 class _Projection:
     """Solved conditions to keys, for one tile."""
 
@@ -121,16 +132,18 @@ class _Projection:
 
     def rows(self, bounds: Sequence[Bound]) -> tuple[Range, Any]:
         """The queries of the tile that may fulfil conditions on q, and whether there are any."""
-        ints, (q0, q1) = self.ints, self.tile[:2]
+        ints, given = self.ints, self.tile[:2]
+        q0, q1 = given
         if not bounds:
-            return (q0, q1), True
+            return given, True
         for bound in bounds:
             end = self.end(bound, (q0, q1))
             if bound.side == "low":
                 q0 = ints.maximum(q0, end)
             else:
                 q1 = ints.minimum(q1, ints.sub(end, 1))
-        return (q0, q1), ints.not_(ints.less(q1, q0))
+        met = ints.not_(ints.less(q1, q0))
+        return given if given[0] is given[1] else (q0, q1), met
 
     def anchored(self, bounds: Sequence[Bound], rows: Range) -> tuple[Any, Any, Any]:
         """Keys within all bounds on one anchor in some row, and whether any row has such keys."""

@@ -115,24 +115,32 @@ FALSE: Formula = ()
 
 @dataclass(frozen=True)
 class Solution:
-    """Which keys some row may see, and which keys some row may not see."""
+    """Which keys some row may see, and which keys some row may not see.
+
+    `exact`: nothing was left out of `possible`, so that for one query it is what the mask shows.
+    """
 
     possible: Formula
     hidden: Formula
+    exact: bool
 
 
 @lru_cache(maxsize=256)
 def solve(mask: Graph | None) -> Solution:
     """The mask and its negation in solved form; `None` shows every key."""
     if mask is None:
-        return Solution(TRUE, FALSE)
+        return Solution(TRUE, FALSE, True)
     solver = _Solver(mask)
-    return Solution(solver.formula(mask.output, True), solver.formula(mask.output, False))
+    possible, exact = solver.formula(mask.output, True), solver.exact
+    return Solution(possible, solver.formula(mask.output, False), exact)
 
 
 class _Solver:
+    """`exact` until something is left out."""
+
     def __init__(self, graph: Graph) -> None:
         self.nodes = graph.nodes
+        self.exact = True
         self._formulas: dict[tuple[int, bool], Formula] = {}
         self._sums: dict[int, Linear] = {}
 
@@ -153,7 +161,7 @@ class _Solver:
             case "not":
                 return self.formula(args[0], not positive)
             case "and" | "or":
-                join = _both if (node.op == "and") == positive else _either
+                join = self.both if (node.op == "and") == positive else self.either
                 return join(self.formula(args[0], positive), self.formula(args[1], positive))
             case "xor":
                 return self.choice(args[0], (args[1], not positive), (args[1], positive))
@@ -163,12 +171,31 @@ class _Solver:
                 return self.comparison(node, positive)
         if _uniform(node) and self.computable(number):
             return (frozenset({Flag(number, positive)}),)
+        return self.left_out()
+
+    def left_out(self) -> Formula:
+        """What covers whatever cannot be solved."""
+        self.exact = False
         return TRUE
 
+    def either(self, a: Formula, b: Formula) -> Formula:
+        """The disjunction; everything where it grows too long."""
+        found = _simplest((*a, *b))
+        return found if len(found) <= MOST_CONJUNCTIONS else self.left_out()
+
+    def both(self, a: Formula, b: Formula) -> Formula:
+        """The conjunction; where it grows too long, one side alone, which covers more."""
+        if len(a) * len(b) <= MOST_CONJUNCTIONS**2:
+            found = _simplest(_tightened(x | y) for x, y in itertools.product(a, b))
+            if len(found) <= MOST_CONJUNCTIONS:
+                return found
+        self.exact = False
+        return min(a, b, key=len)
+
     def choice(self, condition: int, if_true: tuple, if_false: tuple) -> Formula:
-        return _either(
-            _both(self.formula(condition, True), self.formula(*if_true)),
-            _both(self.formula(condition, False), self.formula(*if_false)),
+        return self.either(
+            self.both(self.formula(condition, True), self.formula(*if_true)),
+            self.both(self.formula(condition, False), self.formula(*if_false)),
         )
 
     def is_integer(self, node: Node) -> bool:
@@ -192,9 +219,9 @@ class _Solver:
             case "ge":
                 return self.at_most_zero(difference * -1)
             case "eq":
-                return _both(self.at_most_zero(difference), self.at_most_zero(difference * -1))
+                return self.both(self.at_most_zero(difference), self.at_most_zero(difference * -1))
         less, more = difference.plus(1), (difference * -1).plus(1)
-        return _either(self.at_most_zero(less), self.at_most_zero(more))
+        return self.either(self.at_most_zero(less), self.at_most_zero(more))
 
     def linear(self, value: Ref | int) -> Linear:
         """An integer value as a sum; operations that are not sums are terms of their own."""
@@ -234,10 +261,10 @@ class _Solver:
                 if solved is not None:
                     return solved
             if terms and variable == "k":
-                return TRUE
+                return self.left_out()
         if all(self.computable(t) for t, _ in value.terms):
             return (frozenset({Holds(value)}),)
-        return TRUE
+        return self.left_out()
 
     def isolated(self, value: Linear, term: int, variable: str) -> Formula | None:
         """`value <= 0` as a condition on its one term with the variable; None if unsolved."""
@@ -254,9 +281,9 @@ class _Solver:
         """`variable <= limit / divisor` or `variable >= limit / divisor`."""
         limit = limit.plus(divisor if side == "high" else divisor - 1)
         if not all(self.computable(t) for t, _ in limit.terms):
-            return TRUE
+            return self.left_out()
         if divisor != 1 and abs(limit.const) > LARGEST:
-            return TRUE
+            return self.left_out()
         anchor = Linear(tuple((t, f) for t, f in limit.terms if not _uniform(self.nodes[t])))
         if divisor != 1:
             found = Bound(side, limit, divisor, Linear(), variable == "q")
@@ -281,24 +308,24 @@ class _Solver:
                 return self.at_most_zero(scaled - inner)
             case "abs":
                 inner = self.linear(node.args[0])
-                join = _both if high else _either
+                join = self.both if high else self.either
                 return join(beyond(inner, high), beyond(inner * -1, high))
             case "minimum" | "maximum":
-                join = _either if (node.op == "minimum") == high else _both
+                join = self.either if (node.op == "minimum") == high else self.both
                 return join(*(beyond(self.linear(a), high) for a in node.args))
             case "where":
                 condition = node.args[0].id if isinstance(node.args[0], Ref) else node.args[0]
                 a, b = (beyond(self.linear(value), high) for value in node.args[1:])
-                return _either(
-                    _both(self.formula(condition, True), a),
-                    _both(self.formula(condition, False), b),
+                return self.either(
+                    self.both(self.formula(condition, True), a),
+                    self.both(self.formula(condition, False), b),
                 )
             case "to_int" if self.nodes[node.args[0].id].dtype == "bool":
                 condition = node.args[0].id
                 one, zero = beyond(Linear((), 1), high), beyond(Linear(), high)
-                return _either(
-                    _both(self.formula(condition, True), one),
-                    _both(self.formula(condition, False), zero),
+                return self.either(
+                    self.both(self.formula(condition, True), one),
+                    self.both(self.formula(condition, False), zero),
                 )
         return None
 
@@ -330,19 +357,6 @@ def _uniform(node: Node) -> bool:
 
 def _literal_above(node: Node, least: int) -> bool:
     return isinstance(node.args[1], int) and node.args[1] > least
-
-
-def _either(a: Formula, b: Formula) -> Formula:
-    found = _simplest((*a, *b))
-    return found if len(found) <= MOST_CONJUNCTIONS else TRUE
-
-
-def _both(a: Formula, b: Formula) -> Formula:
-    """The conjunction; where it grows too long, one side alone, which covers more."""
-    if len(a) * len(b) > MOST_CONJUNCTIONS**2:
-        return min(a, b, key=len)
-    found = _simplest(_tightened(x | y) for x, y in itertools.product(a, b))
-    return found if len(found) <= MOST_CONJUNCTIONS else min(a, b, key=len)
 
 
 def _tightened(literals: Conjunction) -> Conjunction | None:

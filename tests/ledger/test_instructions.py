@@ -218,11 +218,27 @@ def test_rows_of_several_heads_share_what_is_the_same_for_their_heads_and_querie
     assert loads(lambda s, b, h, q, k: s + keys[h, k], 16) == 2 * n
 
 
-def test_a_mask_selects_once_for_each_condition_that_must_hold():
+def test_a_mask_in_spans_selects_once_and_any_other_for_each_condition_that_must_hold():
     def selections(mask) -> float:
         return instructions(small(Variant(mask=mask), 64), True)["mask"]["FSEL"] / 32
 
-    assert selections(None) == 1
-    assert selections(masks.causal) == 2
-    assert selections(masks.window(100, 0)) == 3
-    assert selections(masks.or_masks(masks.prefix(64), masks.causal)) == 2
+    for mask in (None, masks.causal, masks.window(100, 0), masks.prefix_lm(64)):
+        assert selections(mask) == 1
+    dilated = masks.dilated(None, 2)
+    assert selections(dilated) > 1
+    assert selections(masks.and_masks(dilated, masks.causal)) > selections(dilated)
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows", "ends"),
+    [
+        (None, 1, 1),
+        (masks.causal, 2, 1),
+        (masks.window(100, 0), 2, 2),
+        (masks.prefix(64), 1, 1),
+        (masks.prefix_lm(64), 2, 2),
+    ],
+)
+def test_bits_are_made_once_for_rows_that_see_the_same(mask, rows, ends):
+    found = instructions(small(Variant(mask=mask), 64), True)["mask"]
+    assert (found["R2P"], found["BMSK"]) == (rows * 16 // 8, rows * ends)

@@ -8,6 +8,7 @@ mask excludes to -inf (0); `finish` is the epilogue function on the output.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import cutlass
@@ -16,15 +17,25 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant, shared
-from cutedsl_fa3.variant.bounds import QueryTile, Runs
+from cutedsl_fa3.variant.bounds import Runs
 from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.fusion import composed, with_known_signs
-from cutedsl_fa3.variant.keys import Span
+from cutedsl_fa3.variant.keys import QueryTile, Span, key_spans
 from cutedsl_fa3.variant.limits import in_base_2
-from cutedsl_fa3.variant.lower import CAPTURE_ELEMENTS, LOG2_E, load, scan, select, visits
+from cutedsl_fa3.variant.lower import (
+    CAPTURE_ELEMENTS,
+    LOG2_E,
+    DeviceIntegers,
+    load,
+    scan,
+    select,
+    visits,
+)
 from cutedsl_fa3.variant.pairs import dense
+from cutedsl_fa3.variant.spans import exchanged, in_spans
 from cutedsl_fa3.variant.tiles import Scan
 
+from .bits import Bits, in_pairs
 from .bounded import BoundedSoftmax
 from .softmax import OnlineSoftmax, Weights
 
@@ -217,6 +228,12 @@ class Elements:
         together = 1 if masked else shared.TOGETHER  # a hidden key's NaN must not reach another
         n_rows, n_cols = len(places.row_offsets), len(places.col_offsets)
         positions = positions_of(places, corner)
+        rows = None
+        if masked and in_spans(self.variant.mask) and in_pairs(places.col_offsets):
+            rows = [self.keys_of_row(places, positions(r, 0)) for r in range(n_rows)]
+        # After all of a row, neighbours' bits become predicates together; under a score function
+        # that takes more registers than there are.
+        after = rows is not None and (self.changes is None or self.has_weight)
         for first in range(0, n_cols, together):
             columns = range(first, min(first + together, n_cols))
             for r in range(n_rows):
@@ -226,10 +243,50 @@ class Elements:
                 raw = [acc_s[r, c] for c in columns]
                 values = of_row.changed_together(raw, elements, memo, in_pairs=True)
                 for value, (at, _, c) in zip(values, elements, strict=True):
-                    if masked:
-                        visible = self.visible(at, r, c, memos[self], in_pairs=True)
+                    if masked and not after:
+                        visible = rows[r][c] if rows else self.shown(at, r, c, memos)
                         value = select(visible, value, self.hidden)
                     acc_s[r, c] = value
+        for r, c in product(range(n_rows), range(n_cols)) if after else ():
+            acc_s[r, c] = select(rows[r][c], acc_s[r, c], self.hidden)
+
+    def shown(self, at: dict, r: int, c: int, memos: Memos) -> Boolean:
+        """As `visible`, of an element of a tile whose even columns have even keys."""
+        return self.visible(at, r, c, memos[self], in_pairs=True)
+
+    def keys_of_row(self, places: wgmma.Places, at: dict[str, Any]) -> Bits:
+        """The keys that a row of a thread sees, if the mask is `in_spans`.
+
+        Shape: elements at `places`, of which `at` is the row's first.
+        """
+        graph, ints = self.variant.mask, DeviceIntegers((), self.variant.mask)
+        spans = key_spans(graph, at["q"], QueryTile(0, 0, **self.uniform), ints)
+        spans = tuple(_within(span, self.seqlen_k) for span in spans)
+        return Bits(spans, at["k"], len(places.col_offsets))
+
+    def queries_of_rows(
+        self, places: wgmma.Places, corner: tuple[Int32, Int32]
+    ) -> list[Bits] | None:
+        """The queries of the sequence that see each of a thread's keys.
+
+        None where the mask is to be asked for each element.
+
+        Shape: `places` as (queries, keys) of an accumulator whose rows are keys.
+        """
+        graph = exchanged(self.variant.mask)
+        if not in_spans(graph) or not in_pairs(places.row_offsets):
+            return None
+        first_q, first_k = corner[0] + places.row, corner[1] + places.col
+        lengths = {"seqlen_q": self.seqlen_k, "seqlen_k": self.seqlen_q}
+        tile, ints = QueryTile(0, 0, **{**self.uniform, **lengths}), DeviceIntegers((), graph)
+        found = []
+        for offset in places.col_offsets:
+            key = first_k + offset
+            spans = key_spans(graph, key, tile, ints)
+            spans = tuple(_within(span, self.seqlen_q) for span in spans)
+            bits = Bits(spans, first_q, len(places.row_offsets))
+            found.append(bits.but_for(key < self.seqlen_k))
+        return found
 
     def changed(self, raw: Float32, at: dict) -> Float32:
         """What the score and the weight function make of a raw product."""
@@ -279,6 +336,12 @@ class Elements:
                 if lse is not None:
                     at["lse"] = lse[r]
                 acc_o[r, c] = of_row.epilogue.at(at, r, c, memos[of_row])
+
+
+def _within(span: tuple, length: Int32) -> tuple:
+    """A span's part of a sequence."""
+    low, high = span
+    return low, length if high is None else cutlass.min(Int32(high), length)
 
 
 def positions_of(

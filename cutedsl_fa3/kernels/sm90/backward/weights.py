@@ -136,11 +136,15 @@ class Weigher:
         """
         memo: tuple[dict, dict] = ({}, {})
         x = by_query(acc)
+        bits = self.elements.queries_of_rows(places, corner) if masked else None
         columns = range(len(places.col_offsets))
-        for first in range(0, len(places.row_offsets), self.rows_at_once):
+        rows_at_once = self.rows_at_once
+        if bits and self.value_and_factor is None:  # so many neighbours' bits are side by side
+            rows_at_once = len(places.row_offsets)
+        for first in range(0, len(places.row_offsets), rows_at_once):
             factors = {}
             seen = {}
-            for r in range(first, first + self.rows_at_once):
+            for r in range(first, first + rows_at_once):
                 there = [(self.places(places, corner, r, c), r, c) for c in columns]
                 found, slopes = self.values([x[r, c] for c in columns], there, memo)
                 for c, value in zip(columns, found, strict=True):
@@ -148,11 +152,13 @@ class Weigher:
                     if not self.is_weight:
                         p = exp2(cute.math.fma(value, self.scale_log2, -lse[r]))
                     if masked:
-                        seen[r, c] = self.visible(there[c][0], r, c, memo)
-                        p = select(seen[r, c], p, Float32(0.0))
+                        at = there[c][0]
+                        seen[r, c] = bits[c][r] if bits else self.visible(at, r, c, memo)
                     x[r, c] = p
                     factors[r, c] = slopes[c]
-            part = cute.make_layout(self.rows_at_once * wgmma.ROWS_HELD)
+            for r, c in sorted(seen, key=lambda at: at[::-1]):  # neighbours' bits side by side
+                x[r, c] = select(seen[r, c], x[r, c], Float32(0.0))
+            part = cute.make_layout(rows_at_once * wgmma.ROWS_HELD)
             at = first * wgmma.ROWS_HELD
             rounded(
                 cute.make_tensor(acc.iterator + at, part),
@@ -189,14 +195,15 @@ class Weigher:
         hides = masked and (self.elements.mask is not None or self.changes)
         memo: tuple[dict, dict] = ({}, {})
         m, dp = by_query(acc_m), by_query(acc_dp)
+        bits = self.elements.queries_of_rows(places, corner) if hides else None
         for r in range(len(places.row_offsets)):
             of_row = delta[r]
             for c in range(len(places.col_offsets)):
                 ds = m[r, c] * (dp[r, c] - of_row)
                 if hides:
                     at = self.places(places, corner, r, c)
-                    seen = self.visible(at, r, c, memo)
-                    ds = select(seen, ds, Float32(0.0))
+                    seen = bits[c][r] if bits else self.visible(at, r, c, memo)
+                    ds = ds if bits else select(seen, ds, Float32(0.0))
                 if collector is not None:
                     at = self.places(places, corner, r, c)
                     gradient, at = ds, {**at, "score": Float32(0.0)}
@@ -214,6 +221,9 @@ class Weigher:
                     element = Element(self.value_and_factor, at, r, c, memo[0], False)
                     collector.take(element, gradient, seen if hides else None)
                 dp[r, c] = ds
+        for c, seen in enumerate(bits or ()):  # neighbours' bits become predicates together
+            for r in range(len(places.row_offsets)):
+                dp[r, c] = select(seen[r], dp[r, c], Float32(0.0))
         if collector is not None:
             collector.add()
 
