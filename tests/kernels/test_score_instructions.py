@@ -85,9 +85,8 @@ def test_scores_that_a_mask_may_hide_share_no_reciprocal():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask_costs_no_more_instructions_than_it_needs(name, head_dim):
-    found = loops(name, head_dim, like="causal")
+def test_a_mask_costs_no_more_instructions_than_it_needs(name):
+    found = loops(name, 128, like="causal" if name != "causal" else "")
     more = found["masked tiles"]["instructions"] - found["full tiles"]["instructions"]
     assert more <= MASKS[name]
