@@ -2,7 +2,8 @@
 
 The loop of rounds, and the forward in it; the backward is bench_backward.py.
 
-A burst is `idle_ms` of rest and then a window of back-to-back calls between two CUDA events. The
+A burst is `idle_ms` of rest, a spin until calls are queued, and a window of them between two CUDA
+events. The
 card is limited by power: a kernel that follows a thrifty one runs up to 10% faster, so every round
 draws the order of the calls anew, and only ratios within one run mean something. "Sustained"
 is the same with a window long enough to reach the card's power limit.
@@ -50,8 +51,8 @@ _host_ms: weakref.WeakKeyDictionary[Call, float] = weakref.WeakKeyDictionary()  
 def window(call: Call, repeats: int) -> float:
     """Milliseconds per call of back-to-back calls; the GPU is idle before and after.
 
-    The GPU spins until the host has queued all calls, if it takes as long as lately: what the host
-    takes is not kernel time. Some peers' calls take longer than their kernels.
+    The GPU spins until the host has queued all calls, if it takes as long as lately, up to 25 ms:
+    what the host takes is not kernel time. Some peers' calls take longer than their kernels.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     least, most = AHEAD_MS

@@ -213,9 +213,11 @@ def _bits(plan: Plan, tally: Tally) -> None:
     mask = plan.variant.mask
     by_row = mask is not None and "q" in mask.inputs
     formula = solve(mask).possible
-    # The end of the sequence is one of the ends, where the mask has none behind a key.
-    bounds = [literal for literals in formula for literal in literals if isinstance(literal, Bound)]
-    ends = sum(bound.side == "low" for bound in bounds) + len(formula)
+    # Each span has an end, that of the sequence if no other, and some have a begin.
+    begins = sum(
+        any(isinstance(one, Bound) and one.side == "low" and not one.of_row for one in literals)
+        for literals in formula
+    )
     weight = plan.variant.weight is not None
     scored = score_graph(plan) is not None and not weight
     halves = weight and plan.problem.dtype == "fp16"
@@ -229,7 +231,7 @@ def _bits(plan: Plan, tally: Tally) -> None:
             tally.once(("bit", row, place.column), BIT)
         elif not shifted:
             tally.once(("bits", row, place.column // EIGHT), BITS)
-        for end in range(ends):
+        for end in range(len(formula) + begins):
             tally.once(("end", row, end), END_OF_SPAN)
 
 

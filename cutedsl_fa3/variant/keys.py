@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .graph import Graph, Ref
 from .ops import OPS, Integers, Range
-from .solve import LARGEST, Bound, Conjunction, Flag, Formula, Holds, Linear, solve
+from .solve import LARGEST, Bound, Conjunction, Flag, Formula, Holds, Linear, rounds_down, solve
 
 MOST_MIDDLES = 3
 
@@ -68,7 +68,7 @@ def key_spans(
 ) -> tuple[tuple[Any | None, Any | None], ...]:
     """The keys that one query sees, if `solve` is exact: from low to below high, which may overlap.
 
-    None is an end that there is not. What is read from memory is held within +-LARGEST.
+    None is an end that there is not.
     """
     projection = _Projection(mask, of_tile._replace(q0=query, q1=query), ints)
     return tuple(projection.span(conjunction) for conjunction in solve(mask).possible)
@@ -221,8 +221,7 @@ class _Projection:
         """
         ints, node, (low, high) = self.ints, self.nodes[number], self.value(number, rows)
         single = low is high
-        rounds_down = node.op == "floordiv" and node.args[1] == factor  # no larger than its operand
-        if self.reads_memory(number) or (factor != 1 and not rounds_down):
+        if self.reads_memory(number) or (factor != 1 and not rounds_down(node, factor)):
             most = LARGEST // factor
             low = ints.maximum(ints.minimum(low, most), -most)
             high = low if single else ints.maximum(ints.minimum(high, most), -most)

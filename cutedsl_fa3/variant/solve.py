@@ -20,6 +20,9 @@ from .ops import OPS
 
 MOST_CONJUNCTIONS = 32
 LARGEST = 1 << 29  # beyond every position, and small enough that a few of them add up in 32 bits
+# Products are held within it (keys.py): a bound with a larger factor could come to lie elsewhere at
+# positions from 2^20 on, so it is left out; one with a factor up to `EXACT` is right up to 2^25.
+MOST, EXACT, TERMS = 512, 16, 3
 
 Side = Words["low", "high"]
 
@@ -262,9 +265,17 @@ class _Solver:
                     return solved
             if terms and variable == "k":
                 return self.left_out()
-        if all(self.computable(t) for t, _ in value.terms):
+        if all(self.computable(t) for t, _ in value.terms) and self.within(value):
             return (frozenset({Holds(value)}),)
         return self.left_out()
+
+    def within(self, value: Linear) -> bool:
+        """Whether a sum is what it says in spite of the limits of its products; see `MOST`."""
+        factors = [_growth(self.nodes[number], abs(factor)) for number, factor in value.terms]
+        largest = max(factors, default=1)
+        few = len(value.terms) <= TERMS and abs(value.const) <= LARGEST // 2
+        self.exact = self.exact and few and largest <= EXACT
+        return largest <= MOST
 
     def isolated(self, value: Linear, term: int, variable: str) -> Formula | None:
         """`value <= 0` as a condition on its one term with the variable; None if unsolved."""
@@ -280,7 +291,7 @@ class _Solver:
     def bound(self, side: Side, limit: Linear, divisor: int, variable: str) -> Formula:
         """`variable <= limit / divisor` or `variable >= limit / divisor`."""
         limit = limit.plus(divisor if side == "high" else divisor - 1)
-        if not all(self.computable(t) for t, _ in limit.terms):
+        if not all(self.computable(t) for t, _ in limit.terms) or not self.within(limit):
             return self.left_out()
         if divisor != 1 and abs(limit.const) > LARGEST:
             return self.left_out()
@@ -353,6 +364,20 @@ class _Solver:
 
 def _uniform(node: Node) -> bool:
     return node.depends.isdisjoint({"q", "k", "score"})
+
+
+def rounds_down(node: Node, factor: int) -> bool:
+    """Whether a node times a factor is its operand rounded down, and so no larger."""
+    return node.op == "floordiv" and node.args[1] == factor
+
+
+def _growth(node: Node, factor: int) -> int:
+    """How many times larger than a position a node times a factor may be; 1 where it has limits."""
+    if node.op == "floordiv" and _literal_above(node, 0):
+        return -(-factor // node.args[1])
+    if node.op == "mod" and _literal_above(node, 0) and factor * node.args[1] <= LARGEST // 2:
+        return 1
+    return factor
 
 
 def _literal_above(node: Node, least: int) -> bool:

@@ -353,13 +353,34 @@ def test_huge_constants_and_captured_values_stay_in_32_bits(size, sign):
         lambda b, h, q, k: k <= q + sign * size,
         lambda b, h, q, k: k - sentinel[0] < q,
         lambda b, h, q, k: (q - k) // 64 <= sentinel[0],
-        lambda b, h, q, k: k // 100000 <= q + sentinel[0] // 2,
         lambda b, h, q, k: sentinel[0] > 5 - sign * (size - 10),
     ):
         variant = Variant(mask=mask)
         tile = QueryTile(64, 127, 0, 0, 1000, 900)
         check_exact(variant, tile)
         check_opaque(variant, tile, 64)
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**30, 10**6])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_products_that_could_leave_32_bits_skip_nothing(size, sign):
+    sentinel = torch.tensor([sign * size])
+    variant = Variant(mask=lambda b, h, q, k: k // 100000 <= q + sentinel[0] // 2)
+    tile = QueryTile(64, 127, 0, 0, 1000, 900)
+    check_sound(variant, tile)
+    check_opaque(variant, tile, 64)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: k // 1024 <= q // 512,
+        lambda b, h, q, k: k // 2048 == q // 2048,
+        lambda b, h, q, k: k <= q % 64 * 4096,
+    ],
+)
+def test_multiples_of_what_is_small_are_solved(mask):
+    check_exact(Variant(mask=mask), QueryTile(2040, 2070, 0, 0, 5000, 5000))
 
 
 @pytest.mark.parametrize(("value", "seen"), [(2**40, "full"), (-(2**40), "empty")])

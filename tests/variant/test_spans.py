@@ -10,8 +10,7 @@ from random_variants import Written, masks, positions
 
 from cutedsl_fa3 import Variant
 from cutedsl_fa3 import masks as shipped
-from cutedsl_fa3.variant import describe
-from cutedsl_fa3.variant.bounds import PythonIntegers
+from cutedsl_fa3.variant.bounds import PythonIntegers, classify
 from cutedsl_fa3.variant.evaluate import evaluate
 from cutedsl_fa3.variant.keys import QueryTile, key_spans
 from cutedsl_fa3.variant.solve import solve
@@ -62,7 +61,10 @@ def test_exchanged_shows_what_the_mask_shows_with_both_exchanged(written: Writte
     transposed = (*shape[:2], shape[3], shape[2])
     found = shown(exchanged(variant.mask), variant.captures, transposed)
     assert torch.equal(found.mT, shown(variant.mask, variant.captures, shape))
-    assert exchanged(exchanged(variant.mask)) == variant.mask
+    again = exchanged(exchanged(variant.mask))
+    if again is not None:
+        assert again == variant.mask
+        assert [n.depends for n in again.nodes] == [n.depends for n in variant.mask.nodes]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_which_masks_are_spans(mask, expected: bool) -> None:
     assert in_spans(exchanged(graph)) == expected
 
 
-def test_a_mask_of_many_spans_is_none() -> None:
+def test_a_mask_of_many_spans_is_asked() -> None:
     def islands(b, h, q, k):
         found = k == 3
         for first in range(10, 10 * (MOST_SPANS + 1), 10):
@@ -91,4 +93,43 @@ def test_a_mask_of_many_spans_is_none() -> None:
 
     mask = Variant(mask=islands).mask
     assert solve(mask).exact and not in_spans(mask)
-    assert describe.most_spans(mask) <= MOST_SPANS + 1  # tiles see fewer, larger ones
+
+
+# Products of positions within 32 bits, but not within what bounds are held in.
+LARGE = {
+    "k * 65536 <= q * 58982": 25000,
+    "k * 65536 >= q * 58983": 25000,
+    "k * 1000000 <= q * 999999": 1000,
+    "k * 1000000 >= q * 999999": 1000,
+    "k // 65536 >= q - 10000": 10001,
+    "k // 65536 <= q - 8200": 9000,
+    "k < h * 2**27 - 2**30": 5,
+    "k < q * 2**20 - 2**30 + q": 1030,
+    "k // 65536 <= q + seqlen_q + seqlen_k + 10000": 10001,
+}
+
+
+@pytest.mark.parametrize("text", LARGE)
+def test_bounds_of_large_products_hide_nothing_that_is_seen(text):
+    first, heads, lengths = LARGE[text], 10, (20000, 30000)
+
+    def mask(b, h, q, k):
+        names = {"b": b, "h": h, "q": q, "k": k, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+        return eval(text, names)
+
+    graph = Variant(mask=mask).mask
+    assert not in_spans(graph)
+    for each in (graph, exchanged(graph)):
+        for h, q in ((0, first), (heads - 1, first)):
+            tile, keys = QueryTile(q, q, 0, h, *lengths), torch.arange(0, 30000, 7)
+            at = {"b": 0, "h": h, "q": q, "k": keys, "seqlen_q": 20000, "seqlen_k": 30000}
+            shows = torch.broadcast_to(evaluate(each, at, ()), keys.shape)
+            for n in (keys[shows][::500]).tolist():
+                assert classify(each, tile, (n, n)) != "empty"
+            if not shows.all():
+                assert classify(each, tile, (0, 29999)) != "full"
+            if in_spans(each):
+                spans = key_spans(each, q, tile, PythonIntegers(()))
+                inside = [(low or 0, 30000 if high is None else high) for low, high in spans]
+                found = [any(low <= n < high for low, high in inside) for n in keys.tolist()]
+                assert found == shows.tolist()

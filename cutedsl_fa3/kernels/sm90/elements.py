@@ -244,15 +244,15 @@ class Elements:
                 values = of_row.changed_together(raw, elements, memo, in_pairs=True)
                 for value, (at, _, c) in zip(values, elements, strict=True):
                     if masked and not after:
-                        visible = rows[r][c] if rows else self.shown(at, r, c, memos)
+                        visible = (
+                            self.visible(at, r, c, memos[self], in_pairs=True)
+                            if rows is None
+                            else rows[r][c]
+                        )
                         value = select(visible, value, self.hidden)
                     acc_s[r, c] = value
         for r, c in product(range(n_rows), range(n_cols)) if after else ():
             acc_s[r, c] = select(rows[r][c], acc_s[r, c], self.hidden)
-
-    def shown(self, at: dict, r: int, c: int, memos: Memos) -> Boolean:
-        """As `visible`, of an element of a tile whose even columns have even keys."""
-        return self.visible(at, r, c, memos[self], in_pairs=True)
 
     def keys_of_row(self, places: wgmma.Places, at: dict[str, Any]) -> Bits:
         """The keys that a row of a thread sees, if the mask is `in_spans`.
