@@ -8,7 +8,7 @@ table's. So what does not pay stays known, and a row of the table can be asked w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .cases import Case, of_row, shown
@@ -116,9 +116,28 @@ def chosen(case: Case) -> Schedule:
     return schedule_for(variant, Problem(*case.problem), case.extents)
 
 
-def tried(lead: Lead, case: Case) -> Iterator[tuple[Change, Schedule]]:
-    """The lead's changes of the chosen schedule that a plan of this problem takes."""
-    base = chosen(case)
+def chosen_then(case: Case, rows: Iterable[ScheduleRow]) -> Schedule | None:
+    """What the table chose when these were measured: today's choice, or what is most like it.
+
+    Of several that are, the one that is most like all others, which are changes of it.
+    """
+    measured, today = [Schedule(**row.schedule) for row in rows], chosen(case)
+
+    def unlike(one: Schedule, other: Schedule) -> int:
+        return sum(getattr(one, f.name) != getattr(other, f.name) for f in fields(one))
+
+    return min(
+        measured,
+        key=lambda one: (unlike(one, today), sum(unlike(one, other) for other in measured)),
+        default=None,
+    )
+
+
+def tried(
+    lead: Lead, case: Case, base: Schedule | None = None
+) -> Iterator[tuple[Change, Schedule]]:
+    """The lead's changes of a schedule, or the chosen one, that a plan of this problem takes."""
+    base = base or chosen(case)
     group = case.heads // case.kv_heads
     for change in lead.changes:
         if group % change.get("pack", 1):
@@ -147,7 +166,7 @@ def page(record: Record) -> str:
     meta = record.meta
     parts = [
         "# What was tried\n\n"
-        "Speed over that of the schedule that the table chooses, of the same turns: above 1 is "
+        "Speed over that of the schedule that the table chose then, of the same turns: above 1 is "
         "faster. Problems of S tokens have 16,384 in all; TFLOP/s are the chosen schedule's. "
         f"{meta['device']}, driver {meta['driver']}, {meta['date'][:10]}, commit "
         f"{meta['commit'][:7]}; every sample is in `notebooks/data`. "
@@ -160,11 +179,12 @@ def page(record: Record) -> str:
         names = [_named(change) for change in lead.changes]
         lines = [" | ".join(("problem", "chosen", *names)), " | ".join(["---"] * (len(names) + 2))]
         for case in lead.cases:
-            base = _of(chosen(case), rows.get(case, ()))
+            then = chosen_then(case, rows.get(case, ()))
+            base = None if then is None else _of(then, rows[case])
             if base is None:
                 continue
             speeds = dict.fromkeys(names, "")
-            for change, schedule in tried(lead, case):
+            for change, schedule in tried(lead, case, then):
                 row = _of(schedule, rows[case])
                 if row is not None:
                     speeds[_named(change)] = f"{base.ms / row.ms:.3f}"

@@ -56,6 +56,20 @@ def test_the_page_shows_each_speed_over_that_of_the_chosen_schedule():
     assert text.count("## ") == len(LEADS)
 
 
+def test_the_page_of_an_older_record_is_over_what_the_table_chose_then(monkeypatch):
+    record, today = recorded(1.25), leads.chosen
+    before = leads.page(record)
+
+    def other(case):
+        choice = today(case)
+        return replace(choice, early=3) if choice.intra and choice.early else choice
+
+    changed = [case for lead in LEADS for case in lead.cases if other(case) != today(case)]
+    assert changed
+    monkeypatch.setattr(leads, "chosen", other)
+    assert leads.page(record) == before
+
+
 def test_what_a_record_has_not_is_left_empty():
     whole = recorded(1.25)
     first = whole.rows[0]

@@ -145,7 +145,7 @@ class ForwardCosts:
             return ()
         s = self.plan.schedule
         outputs = s.tile_m * self.plan.problem.tile_dims[1] // (128 * s.consumers)
-        return (_epilogue(s, {"FMUL": outputs}, outputs),)
+        return (_epilogue(s, {"FMUL": outputs, "FSEL": outputs}, outputs),)
 
 
 @dataclass(frozen=True)

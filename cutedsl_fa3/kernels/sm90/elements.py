@@ -8,7 +8,6 @@ mask excludes to -inf (0); `finish` is the epilogue function on the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import cutlass
@@ -51,7 +50,8 @@ class Elements:
 
     `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
     are left as they are when there is no score function, so that the scale costs nothing;
-    `bounded` scores (see bounded.py) are base-2 logarithms already.
+    `bounded` scores (see bounded.py) are base-2 logarithms already. Without `bits` a mask is asked
+    for each element even where spans say all of it (bits.py): that takes fewer registers.
     """
 
     def __init__(
@@ -63,14 +63,16 @@ class Elements:
         seqlens: tuple[Int32, Int32],
         pairs: frozenset[int] = frozenset(),
         bounded: bool = False,
+        bits: bool = True,
     ) -> None:
         self.variant = variant
+        self.takes_bits = bits and in_spans(variant.mask)
         self.scale = scale
         self.seqlen_q, self.seqlen_k = seqlens
         batch, heads = head
         first, *others = heads if isinstance(heads, tuple) else (heads,)
         self.of_head = lambda h: Elements(
-            variant, captures, scale, (batch, (h,)), seqlens, pairs, bounded
+            variant, captures, scale, (batch, (h,)), seqlens, pairs, bounded, bits
         )
         self.others = tuple(self.of_head(h) for h in others)
         uniform = {"b": batch, "h": first, "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
@@ -228,12 +230,13 @@ class Elements:
         together = 1 if masked else shared.TOGETHER  # a hidden key's NaN must not reach another
         n_rows, n_cols = len(places.row_offsets), len(places.col_offsets)
         positions = positions_of(places, corner)
-        rows = None
-        if masked and in_spans(self.variant.mask) and in_pairs(places.col_offsets):
-            rows = [self.keys_of_row(places, positions(r, 0)) for r in range(n_rows)]
+        in_bits = masked and self.takes_bits and in_pairs(places.col_offsets)
         # After all of a row, neighbours' bits become predicates together; under a score function
         # that takes more registers than there are.
-        after = rows is not None and (self.changes is None or self.has_weight)
+        after = in_bits and (self.changes is None or self.has_weight)
+        rows = []
+        if in_bits and not after:
+            rows = [self.keys_of_row(places, positions(r, 0)) for r in range(n_rows)]
         for first in range(0, n_cols, together):
             columns = range(first, min(first + together, n_cols))
             for r in range(n_rows):
@@ -243,16 +246,16 @@ class Elements:
                 raw = [acc_s[r, c] for c in columns]
                 values = of_row.changed_together(raw, elements, memo, in_pairs=True)
                 for value, (at, _, c) in zip(values, elements, strict=True):
-                    if masked and not after:
-                        visible = (
-                            self.visible(at, r, c, memos[self], in_pairs=True)
-                            if rows is None
-                            else rows[r][c]
-                        )
+                    if rows:
+                        value = select(rows[r][c], value, self.hidden)
+                    elif masked and not after:
+                        visible = self.visible(at, r, c, memos[self], in_pairs=True)
                         value = select(visible, value, self.hidden)
                     acc_s[r, c] = value
-        for r, c in product(range(n_rows), range(n_cols)) if after else ():
-            acc_s[r, c] = select(rows[r][c], acc_s[r, c], self.hidden)
+        for r in range(n_rows) if after else ():
+            seen = self.keys_of_row(places, positions(r, 0))
+            for c in range(n_cols):
+                acc_s[r, c] = select(seen[c], acc_s[r, c], self.hidden)
 
     def keys_of_row(self, places: wgmma.Places, at: dict[str, Any]) -> Bits:
         """The keys that a row of a thread sees, if the mask is `in_spans`.

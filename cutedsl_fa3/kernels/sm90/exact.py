@@ -25,7 +25,6 @@ from cutedsl_fa3.variant.lower import LOG2_E, exp2, select
 
 VECTOR = 8  # elements of 16 bytes
 LANES = 4  # threads that hold a row
-CHAINS = 4  # independent sums of a row, for instruction-level parallelism
 
 
 def lost(acc_o: cute.Tensor, lse: list[Float32] | None) -> list[Boolean]:
@@ -35,10 +34,9 @@ def lost(acc_o: cute.Tensor, lse: list[Float32] | None) -> list[Boolean]:
     """
     rows = []
     for r in range(cute.size(acc_o, mode=[0])):
-        zeros = [Float32(0.0)] * CHAINS
+        zero = Float32(0.0)
         for c in range(cute.size(acc_o, mode=[1])):
-            zeros[c % CHAINS] = cute.math.fma(acc_o[r, c], Float32(0.0), zeros[c % CHAINS])
-        zero = sum(zeros[1:], start=zeros[0])
+            zero = cute.math.fma(acc_o[r, c], Float32(0.0), zero)
         for lane in ROW_LANES:
             zero = zero + cute.arch.shuffle_sync_bfly(zero, offset=lane)
         spoilt = zero != zero

@@ -30,10 +30,10 @@ from collections.abc import Callable, Sequence
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
 from cutedsl_fa3.layouts.wgmma import ROW_LANES
-from cutedsl_fa3.variant.lower import LN_2, LOG2_E, absolute, exp2, log2, reciprocal, select
+from cutedsl_fa3.variant.lower import LN_2, LOG2_E, absolute, exp2, log2, select
 from cutedsl_fa3.variant.softmax import FAR, LARGEST, LEEWAY
 
 EIGHTHS = 8
@@ -145,13 +145,13 @@ class OnlineSoftmax:
 
         Shape: acc_o (rows, cols) of this thread.
         """
-        lse, nothing = [], []
+        lse = []
         for r in range(self.rows):
             total = self.row_sum[r]
             for lane in ROW_LANES:
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=lane)
             empty = total == 0.0
-            inverse = reciprocal(total)  # of 2^-80 to 2^101: neither sums nor this leave fp32
+            inverse = 1.0 / total
             origin = self.row_max[r] * self.scale_log2
             value, size = (origin + log2(total)) * LN_2, absolute(origin)
             natural = self.row_max[r] * self.scale
@@ -160,24 +160,11 @@ class OnlineSoftmax:
                 inverse, value, size, total = self._with_sink(sink, origin, total)
                 natural = cute.arch.fmax(natural, sink)
             value = select(size >= FAR, natural + log2(total) * LN_2, value)
-            for c in range(cute.size(acc_o, mode=[1])):
-                acc_o[r, c] = acc_o[r, c] * inverse
-            nothing.append(empty)
+            for c in range(cute.size(acc_o, mode=[1])):  # 0 even where a hidden value is not finite
+                acc_o[r, c] = select(empty, Float32(0.0), acc_o[r, c] * inverse)
             alone = -Float32.inf if sink is None else sink
             lse.append(select(empty, alone, value))
-        self._clear(acc_o, nothing)
         return lse
-
-    @cute.jit
-    def _clear(self, acc_o: cute.Tensor, rows: list[Boolean]):
-        """0 in these rows, which are rare, even where a hidden value is not finite."""
-        any_row = rows[0]
-        for r in cutlass.range_constexpr(1, self.rows):
-            any_row = any_row | rows[r]
-        if cute.arch.vote_any_sync(any_row):
-            for r in cutlass.range_constexpr(self.rows):
-                for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
-                    acc_o[r, c] = select(rows[r], Float32(0.0), acc_o[r, c])
 
     def _with_sink(self, natural: Float32, origin: Float32, total: Float32) -> tuple[Float32, ...]:
         """What acc_o is multiplied by, LSE, size of the greater logit and the sum relative to it.
@@ -190,12 +177,7 @@ class OnlineSoftmax:
         highest = cute.arch.fmax(origin, sink)
         shrink = exp2(origin - highest)
         joined = cute.math.fma(total, shrink, exp2(sink - highest))
-        return (
-            shrink * reciprocal(joined),
-            (highest + log2(joined)) * LN_2,
-            absolute(highest),
-            joined,
-        )
+        return shrink / joined, (highest + log2(joined)) * LN_2, absolute(highest), joined
 
 
 def finished(value: Float32) -> None:

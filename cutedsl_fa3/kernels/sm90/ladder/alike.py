@@ -172,7 +172,8 @@ class Alike(Repairs, WarpSpecialized):
         m_block, head_of_all = self.order.at(index, m_blocks, heads * batches, cutlass.min)
         batch = head_of_all // heads
         head = head_of_all - batch * heads
-        elements = Elements(self.plan.variant, (), io.scale, (batch, head), (seqlen_q, seqlen_k))
+        lengths = (seqlen_q, seqlen_k)  # and no bits: there is no register to spare
+        elements = Elements(self.plan.variant, (), io.scale, (batch, head), lengths, bits=False)
         runs = elements.runs(m_block, self.schedule.tile_m, self.schedule.tile_n)
         return Work(m_block, head, batch, head // (heads // kv_heads), elements, runs)
 
