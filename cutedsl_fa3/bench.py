@@ -3,10 +3,9 @@
 The loop of rounds, and the forward in it; the backward is bench_backward.py.
 
 A burst is `idle_ms` of rest, a spin until calls are queued, and a window of them between two CUDA
-events. The
-card is limited by power: a kernel that follows a thrifty one runs up to 10% faster, so every round
-draws the order of the calls anew, and only ratios within one run mean something. "Sustained"
-is the same with a window long enough to reach the card's power limit.
+events. The card is limited by power: a kernel that follows a thrifty one runs up to 10% faster, so
+every round draws the order of the calls anew, and only ratios within one run mean something.
+"Sustained" is the same with a window long enough to reach the card's power limit.
 """
 
 from __future__ import annotations

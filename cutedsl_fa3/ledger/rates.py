@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, int]] = {
     **dict.fromkeys(("FFMA", "FADD", "FMUL"), ("FMA", 1)),
     "IMAD": ("FMA", 2),
     **dict.fromkeys(
-        "FMNMX FSEL FSETP F2FP ISETP SEL VIADD VIMNMX IABS SHF LEA LOP3 R2P BMSK".split(),
+        "FMNMX FSEL FSETP F2FP ISETP SEL VIADD VIMNMX IABS SHF LEA LOP3 R2P".split(),
         ("ALU", 1),
     ),
     **dict.fromkeys(("LDG", "SHFL"), ("LSU", 1)),
@@ -141,7 +141,7 @@ BIT: Counts = {"LOP3": 1}  # of one element, where a function makes its score fi
 # A weight in fp16: its bit shifted into a mask, where there is a whole word of them; else selected.
 HALF_OF_WORD: Counts = {"SHF": 1.4, "IMAD": 0.6, "LOP3": 1}
 HALF: Counts = {"SEL": 1}
-END_OF_SPAN: Counts = {"VIMNMX": 2, "SHF": 1, "LOP3": 2, "BMSK": 1, "VIADD": 1}
+END_OF_SPAN: Counts = {"VIADD": 2, "SHF": 2, "LOP3": 3, "VIMNMX": 2, "ISETP": 1, "SEL": 1}
 CLAMPED: Counts = {"VIADD": 1}  # an index of a captured tensor, its last addition included
 LOADED: Counts = {"IMAD": 4, "LEA": 2, "SHF": 1, "LDG": 1}  # by 64-bit strides
 LOADED_DENSE: Counts = {"IMAD": 1, "LDG": 1}

@@ -12,7 +12,7 @@ from functools import lru_cache
 from .graph import Graph, Node
 from .solve import solve
 
-MOST_SPANS = 3  # beyond them the bits of a row cost as much as asking for each element
+MOST_SPANS = 3  # each costs a row some ten instructions an end
 
 _EXCHANGED = {"q": "k", "k": "q", "seqlen_q": "seqlen_k", "seqlen_k": "seqlen_q"}
 

@@ -86,7 +86,7 @@ def test_a_key_has_the_queries_that_see_it(name, corner):
     def write(i, given, results):
         zero = i * 0
         mine = Places(i % 4 * 2, i // 4, columns(count), keys_held)
-        bits = elements(variant, zero).queries_of_rows(mine, (zero + corner[0], zero + corner[1]))
+        bits = elements(variant, zero).queries_of_keys(mine, (zero + corner[0], zero + corner[1]))
         for c in range(len(keys_held)):
             for r in range(count):
                 results[0][i, c, r] = select(bits[c][r], Float32(1.0), Float32(0.0))

@@ -241,4 +241,4 @@ def test_a_mask_in_spans_selects_once_and_any_other_for_each_condition_that_must
 )
 def test_bits_are_made_once_for_rows_that_see_the_same(mask, rows, ends):
     found = instructions(small(Variant(mask=mask), 64), True)["mask"]
-    assert (found["R2P"], found["BMSK"]) == (rows * 16 // 8, rows * ends)
+    assert (found["R2P"], found["SHF"]) == (rows * 16 // 8, rows * ends * 2)

@@ -231,8 +231,8 @@ class Elements:
         n_rows, n_cols = len(places.row_offsets), len(places.col_offsets)
         positions = positions_of(places, corner)
         in_bits = masked and self.takes_bits and in_pairs(places.col_offsets)
-        # After all of a row, neighbours' bits become predicates together; under a score function
-        # that takes more registers than there are.
+        # Behind all scores of a row its bits become predicates together. Where a function makes the
+        # scores, that spills, so each is selected as it is made.
         after = in_bits and (self.changes is None or self.has_weight)
         rows = []
         if in_bits and not after:
@@ -267,7 +267,7 @@ class Elements:
         spans = tuple(_within(span, self.seqlen_k) for span in spans)
         return Bits(spans, at["k"], len(places.col_offsets))
 
-    def queries_of_rows(
+    def queries_of_keys(
         self, places: wgmma.Places, corner: tuple[Int32, Int32]
     ) -> list[Bits] | None:
         """The queries of the sequence that see each of a thread's keys.

@@ -136,7 +136,7 @@ class Weigher:
         """
         memo: tuple[dict, dict] = ({}, {})
         x = by_query(acc)
-        bits = self.elements.queries_of_rows(places, corner) if masked else None
+        bits = self.elements.queries_of_keys(places, corner) if masked else None
         columns = range(len(places.col_offsets))
         rows_at_once = self.rows_at_once
         if bits and self.value_and_factor is None:  # so many neighbours' bits are side by side
@@ -195,7 +195,7 @@ class Weigher:
         hides = masked and (self.elements.mask is not None or self.changes)
         memo: tuple[dict, dict] = ({}, {})
         m, dp = by_query(acc_m), by_query(acc_dp)
-        bits = self.elements.queries_of_rows(places, corner) if hides else None
+        bits = self.elements.queries_of_keys(places, corner) if hides else None
         for r in range(len(places.row_offsets)):
             of_row = delta[r]
             for c in range(len(places.col_offsets)):
