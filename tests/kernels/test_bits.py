@@ -17,7 +17,7 @@ from cutedsl_fa3.variant.spans import in_spans
 
 THREADS = 32
 SEQLEN_Q, SEQLEN_K = 150, 170
-CORNERS = ((0, 0), (64, 64), (128, 64), (0, 128))  # the first query and key of a tile
+CORNERS = ((0, 0), (64, 64), (128, 64), (0, 128), (64, 160))  # the first query and key of a tile
 MASKS = {
     "none": None,
     "nothing": masks.none,
