@@ -17,7 +17,7 @@ from . import masks, scores
 from .named import laborious
 from .plans import Plan
 from .problem import DTYPES, LARGEST, NATIVE, STEP, Problem
-from .schedules import SHORT, needs, serving_row
+from .schedules import SPECIAL, needs, serving_row
 from .variant import Elementwise, OnlineSoftmax, Variant
 
 # Of plans with several heads in a tile: sizes and heads in a tile, in bf16. With more than 8 the
@@ -64,15 +64,21 @@ def configs() -> list[Plan]:
 
 
 @functools.cache
-def short() -> list[Plan]:
-    """Plans of `schedules.SHORT`, for each dtype and kind of variant that a row serves."""
+def unmasked() -> dict[str, Variant]:
+    """As `kinds`, of variants without a mask."""
+    return {"full": Variant()}
+
+
+@functools.cache
+def special() -> list[Plan]:
+    """Plans of `schedules.SPECIAL`, for each dtype and kind of variant that a row serves."""
     return [
-        Plan(variant, problem, row.schedule(masked=True))
-        for row in SHORT
+        Plan(variant, problem, row.schedule(variant.mask is not None))
+        for row in SPECIAL
         for dtype in DTYPES
-        for variant in kinds().values()
+        for variant in (*kinds().values(), *unmasked().values())
         for problem in (Problem(dtype, row.head_dim, row.head_dim_v),)
-        if serving_row(variant, problem, row.keys) is row
+        if serving_row(variant, problem, row.keys and row.keys[1]) is row
     ]
 
 
@@ -89,20 +95,22 @@ def packed() -> list[Plan]:
 
 def every() -> list[Plan]:
     """All of these."""
-    return [*configs(), *short(), *packed()]
+    return [*configs(), *special(), *packed()]
 
 
 def kind(plan: Plan) -> str:
     """The kind of variant that a plan of `configs` is for."""
-    return next(name for name, variant in kinds().items() if variant is plan.variant)
+    named = kinds() | unmasked()
+    return next(name for name, variant in named.items() if variant is plan.variant)
 
 
 def label(plan: Plan) -> str:
     """A short name for a plan of `configs`, as in d192x128-bf16-uniform."""
     d, dv = plan.problem.head_dim, plan.problem.head_dim_v
     pack = f"-pack{plan.schedule.pack}" if plan.schedule.pack > 1 else ""
-    few = "-short" if plan in short() else ""
-    return f"d{d if d == dv else f'{d}x{dv}'}-{plan.problem.dtype}-{kind(plan)}{few}{pack}"
+    special_row = "-special" if plan in special() else ""
+    sizes = d if d == dv else f"{d}x{dv}"
+    return f"d{sizes}-{plan.problem.dtype}-{kind(plan)}{special_row}{pack}"
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from .ledger.rates import SMS
 from .pipelines import PACKS, Overlap, Schedule, Store
-from .problem import Problem
+from .problem import DTYPES, Problem
 from .variant import Variant
 from .variant.describe import differs_by_head, most_edges, most_spans
 
@@ -40,8 +40,9 @@ class Extents:
 class Row:
     """A schedule for tiles of up to these head sizes, for variants that need no more than `needs`.
 
-    With `keys` it is for no more keys than that, where a mask leaves out tiles: there are few then.
-    `record` is the file in notebooks/data that chose it, `why` what that says.
+    With `masked` it is for variants with a mask alone, or without one; with `keys` for no fewer and
+    no more keys than these. `record` is the file in notebooks/data that chose it, `why` what that
+    says.
     """
 
     head_dim: int
@@ -56,8 +57,21 @@ class Row:
     lazy: bool
     why: str
     residents: int = 1
-    keys: int | None = None
+    masked: bool | None = None
+    keys: tuple[int, int] | None = None
     record: str = ""
+
+    def serves(self, problem: Problem, level: str, masked: bool, seqlen_k: int | None) -> bool:
+        """Whether it is for such a call; `seqlen_k` None is any length."""
+        if self.masked not in (None, masked):
+            return False
+        if self.keys is not None:
+            least, most = self.keys
+            if seqlen_k is None or not least <= seqlen_k <= most:
+                return False
+        d, dv = problem.tile_dims
+        fits = d <= self.head_dim and dv <= self.head_dim_v
+        return fits and NEEDS.index(level) <= NEEDS.index(self.needs)
 
     def schedule(self, masked: bool) -> Schedule:
         """The whole schedule, for variants with or without a mask."""
@@ -76,6 +90,7 @@ class Row:
         )
 
 
+MOST_KEYS = 2**31 - 1
 NEEDS = ("nothing", "light", "weights", "uniform", "tables", "elements", "much")
 LIGHT = 3  # operations of one instruction each, beyond which a score is not "light"
 SIMPLE = ("add", "sub", "mul", "neg", "to_float")
@@ -94,11 +109,11 @@ TABLE = (
     Row(96, 96, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills in fp16"),
     Row(96, 96, "much", 128, 96, 2, "intra", 2, "tma", False, "not tuned anew"),
     Row(128, 128, "uniform", 128, 128, 2, "intra", 1, "tma", False, "early 2 0.99; 0 0.98"),
-    Row(128, 128, "tables", 128, 128, 2, "both", 0, "tma", False, "bias 0.90 ms; intra: 0.96"),
+    Row(128, 128, "tables", 128, 128, 2, "both", 0, "tma", True, "bias: lazy off 0.98, intra 0.94"),
     Row(128, 64, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills in fp16"),
     Row(128, 128, "elements", 128, 128, 2, "intra", 2, "tma", False, "documents 0.30 ms; 96: 0.32"),
     Row(128, 128, "much", 128, 96, 2, "intra", 2, "tma", False, "not tuned anew"),
-    Row(192, 128, "uniform", 128, 128, 2, "intra", 2, "direct", False, "770; early 0: 737"),
+    Row(192, 128, "uniform", 128, 128, 2, "intra", 1, "direct", False, "early 2 0.99"),
     Row(192, 128, "elements", 128, 112, 2, "intra", 2, "direct", False, "not tuned anew"),
     Row(192, 128, "much", 128, 96, 2, "intra", 2, "direct", False, "not tuned anew"),
     Row(192, 192, "nothing", 128, 112, 2, "intra", 2, "direct", True, "793 801; lazy off 788 794"),
@@ -109,15 +124,25 @@ TABLE = (
     Row(256, 256, "much", 128, 48, 2, "intra", 2, "direct", True, "fewer registers for scores"),
 )
 
-# Rows that come before those where a mask leaves out tiles and keys are few: then so are the tiles
-# of a work tile, and four that are under way at a time fill each other's first and last steps.
-SHORT = (
-    Row(64, 64, "weights", 64, 64, 1, "none", 0, "tma", False, "368; 192 x 128: 319", 4, 1024),
+# Rows that come before those of their head size. Where a mask leaves out tiles and keys are few, so
+# are the tiles of a work tile, and four that are under way at a time fill each other's first and
+# last steps. Larger tiles need many keys to pay for what the first and the last of them cost.
+FEW, MORE, MANY = (0, 1024), (4096, MOST_KEYS), (8192, MOST_KEYS)
+SPECIAL = (
+    Row(64, 64, "weights", 64, 64, 1, "none", 0, "tma", False, "368; 192 x 128: 319", 4, True, FEW),
+    Row(64, 64, "nothing", 192, 128, 3, "both", 0, "tma", True, "lazy off 0.99", 1, False, MANY),
+    Row(96, 96, "nothing", 192, 112, 3, "intra", 3, "tma", True, "96 keys: 0.98", 1, False, MORE),
+    Row(96, 96, "nothing", 192, 96, 3, "intra", 2, "tma", True, "both 0.98", 1, False),
+    Row(128, 128, "nothing", 128, 128, 2, "intra", 2, "tma", False, "early 1 0.99", 1, False),
+    Row(128, 128, "nothing", 128, 160, 2, "intra", 2, "tma", False, "128: 0.99", 1, True, MANY),
 )
 
 # Heads side by side where the mask skips tiles, so that their K and V stay in L2 together: causal
-# at d64 509 (one head after the other: 487), at d128 646 (629), in the same record.
+# at d64 509 (one head after the other: 487), at d128 646 (629), in the same record; fewer where
+# theirs would be more than L2_BYTES: 4 heads 1.015 at d128 with 16,384 keys, 2 heads 1.019 with
+# 32,768 and 1.018 at d256 with 16,384, and no gain with half of the keys.
 HEAD_GROUP = 8
+L2_BYTES = 32 << 20  # of an H100's or H200's 50 MB
 
 # Heads share tiles where that leaves at most so many of a CTA's turns. Each work tile reads all
 # keys that it sees, however few of its rows are queries: with two turns for one, few queries take
@@ -162,8 +187,8 @@ def needs(variant: Variant, with_mask: bool = True) -> str:
 def table_fingerprint() -> str:
     """One hash of which schedules the tables here choose and for what; reasons do not count."""
     rows = [
-        (row.head_dim, row.head_dim_v, row.needs, row.keys, row.schedule(masked))
-        for row in (*SHORT, *TABLE)
+        (row.head_dim, row.head_dim_v, row.needs, row.masked, row.keys, row.schedule(masked))
+        for row in (*SPECIAL, *TABLE)
         for masked in (False, True)
     ]
     return hashlib.sha256(repr((rows, LIGHT, MUCH, FEWER)).encode()).hexdigest()
@@ -171,12 +196,9 @@ def table_fingerprint() -> str:
 
 def serving_row(variant: Variant, problem: Problem, seqlen_k: int | None = None) -> Row:
     """The first row of the table that serves this variant and problem, for any length or one."""
-    d, dv = problem.tile_dims
-    level = NEEDS.index(needs(variant))
-    few = seqlen_k is not None and variant.mask is not None
-    rows = (*(r for r in SHORT if few and r.keys and seqlen_k <= r.keys), *TABLE)
-    serving = (r for r in rows if d <= r.head_dim and dv <= r.head_dim_v)
-    return next(r for r in serving if level <= NEEDS.index(r.needs))
+    level, masked = needs(variant), variant.mask is not None
+    rows = sorted((*SPECIAL, *TABLE), key=lambda row: row.head_dim)  # those of SPECIAL before
+    return next(row for row in rows if row.serves(problem, level, masked, seqlen_k))
 
 
 def default_schedule(variant: Variant, problem: Problem, seqlen_k: int | None = None) -> Schedule:
@@ -187,8 +209,21 @@ def default_schedule(variant: Variant, problem: Problem, seqlen_k: int | None = 
 def schedule_for(variant: Variant, problem: Problem, extents: Extents) -> Schedule:
     """The table's schedule for tensors of these extents."""
     default = default_schedule(variant, problem, extents.seqlen_k)
+    if default.head_group > 1:
+        default = replace(default, head_group=head_group(problem, extents))
     pack = 1 if differs_by_head(variant.mask) else packed(default, extents)
     return default if pack == 1 else replace(default, pack=pack)
+
+
+def head_group(problem: Problem, extents: Extents) -> int:
+    """How many heads are side by side: up to HEAD_GROUP, whose K and V fit in L2_BYTES."""
+    element = DTYPES[problem.dtype].itemsize
+    head = extents.seqlen_k * (problem.head_dim + problem.head_dim_v) * element
+    shared = max(1, extents.heads // max(1, extents.kv_heads))
+    group = HEAD_GROUP
+    while group > 1 and -(-group // shared) * head > L2_BYTES:
+        group //= 2
+    return group
 
 
 def packs_of(heads: int, kv_heads: int) -> list[int]:

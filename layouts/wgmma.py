@@ -72,6 +72,16 @@ def tiled_mma(
     )
 
 
+def operands_of(mma: cute.TiledMma, group: cute.Int32) -> cute.ThrMma:
+    """The slice of an MMA with which warpgroup `group` partitions what it reads of shared memory.
+
+    That is the same for all of its threads. Where the compiler knows so, `group` being uniform,
+    descriptors stay in uniform registers; else each is moved there before its instruction, which
+    then waits.
+    """
+    return mma.get_slice(group * WARPGROUP)
+
+
 def accumulator(mma: cute.TiledMma, rows: int, cols: int) -> cute.Tensor:
     """Registers of one thread's share of a rows x cols accumulator."""
     return cute.make_rmem_tensor(mma.partition_shape_C((rows, cols)), Float32)

@@ -16,7 +16,19 @@ from cutedsl_fa3.errors import Unsupported
 from cutedsl_fa3.inputs import LARGEST_ROW, check_grid
 from cutedsl_fa3.pipelines import PACKS, Schedule, ScheduleError
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.schedules import FEWER, TABLE, Extents, default_schedule, packed, table_fingerprint
+from cutedsl_fa3.schedules import (
+    FEW,
+    FEWER,
+    L2_BYTES,
+    MANY,
+    MORE,
+    TABLE,
+    Extents,
+    default_schedule,
+    packed,
+    schedule_for,
+    table_fingerprint,
+)
 
 CAUSAL = fa3.Variant(mask=masks.causal)
 BY_HEAD = fa3.Variant(mask=lambda b, h, q, k: q - k < 50 * (h + 1))
@@ -131,6 +143,54 @@ def test_rows_of_packed_heads_are_refused_where_their_numbers_overflow():
     check_grid(drawn(1, 64, 1).expand(1, fits + 2, 64, 64), Schedule())
 
 
+FULL = fa3.Variant()
+
+
+@pytest.mark.parametrize(
+    ("variant", "d", "keys", "tile", "early", "lazy"),
+    [
+        (CAUSAL, 64, FEW[1], (64, 64), 0, False),
+        (CAUSAL, 64, FEW[1] + 1, (192, 128), 0, False),
+        (CAUSAL, 64, MANY[0], (192, 128), 0, False),
+        (FULL, 64, MANY[0] - 1, (192, 128), 0, False),
+        (FULL, 64, MANY[0], (192, 128), 0, True),
+        (CAUSAL, 96, MANY[0], (192, 96), 0, True),
+        (FULL, 96, MORE[0] - 1, (192, 96), 2, True),
+        (FULL, 96, MORE[0], (192, 112), 3, True),
+        (CAUSAL, 128, MANY[0] - 1, (128, 128), 1, False),
+        (CAUSAL, 128, MANY[0], (128, 160), 2, False),
+        (CAUSAL, 128, None, (128, 128), 1, False),
+        (FULL, 128, MANY[0], (128, 128), 2, False),
+    ],
+)
+def test_a_row_for_some_lengths_or_masks_serves_those_of_its_head_size_alone(
+    variant, d, keys, tile, early, lazy
+):
+    made = default_schedule(variant, Problem("bf16", d, d), keys)
+    assert (made.tile_m, made.tile_n) == tile
+    assert (made.early, made.lazy) == (early, lazy)
+
+
+@pytest.mark.parametrize(
+    ("d", "keys", "kv_heads", "group"),
+    [
+        (64, 16384, 16, 8),
+        (64, 16385, 16, 4),
+        (128, 8192, 16, 8),
+        (128, 16384, 16, 4),
+        (128, 16384, 8, 8),  # two heads share K and V
+        (256, 16384, 16, 2),
+        (256, 1 << 20, 16, 1),
+    ],
+)
+def test_the_keys_and_values_of_heads_side_by_side_stay_in_l2(d, keys, kv_heads, group):
+    problem, extents = Problem("bf16", d, d), Extents(1, keys, keys, 16, kv_heads)
+    assert schedule_for(CAUSAL, problem, extents).head_group == group
+    assert schedule_for(FULL, problem, extents).head_group == 1
+    shared = -(-group * kv_heads // 16)
+    assert shared * keys * 4 * d <= L2_BYTES or group == 1
+
+
 def test_a_table_that_chooses_otherwise_has_another_fingerprint(monkeypatch):
     today = table_fingerprint()
     first, *rest = TABLE
@@ -140,10 +200,17 @@ def test_a_table_that_chooses_otherwise_has_another_fingerprint(monkeypatch):
         return table_fingerprint()
 
     assert with_first(why="another reason", record="a.json") == today
-    changes = ({"tile_n": 112}, {"needs": "nothing"}, {"residents": 2}, {"keys": 9}, {"lazy": True})
+    changes = (
+        {"tile_n": 112},
+        {"needs": "nothing"},
+        {"residents": 2},
+        {"keys": (1, 9)},
+        {"masked": True},
+        {"lazy": True},
+    )
     assert len({today, *(with_first(**each) for each in changes)}) == 1 + len(changes)
     monkeypatch.setattr("cutedsl_fa3.schedules.TABLE", tuple(rest))
     assert table_fingerprint() != today
     monkeypatch.undo()
-    monkeypatch.setattr("cutedsl_fa3.schedules.SHORT", ())
+    monkeypatch.setattr("cutedsl_fa3.schedules.SPECIAL", ())
     assert table_fingerprint() != today

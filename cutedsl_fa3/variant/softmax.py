@@ -17,6 +17,7 @@ LEEWAY = (
 )
 FAR = 2.0**28  # base-2 logarithm of a score, rounded to a multiple of 32 or more beyond
 LARGEST = 3e38  # near the end of fp32
+LOWEST = -3.4028234663852886e38  # the end of fp32 on the other side
 FORMS = "OnlineSoftmax(sink=None) and Elementwise(f)"
 
 

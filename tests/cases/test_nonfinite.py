@@ -65,6 +65,20 @@ SITE = st.tuples(
 )
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("seeing", [range(8), range(8, 16)], ids=["first", "second"])
+def test_a_hidden_value_spoils_no_row_beside_empty_ones(device, dim, value, seeing):
+    """A thread holds two rows, 8 apart; here one of them sees nothing."""
+    first, last = seeing[0], seeing[-1]
+    variant = fa3.Variant(mask=lambda b, h, q, k: (q % 16 >= first) & (q % 16 <= last) & (k < 3))
+    q, k, v = drawn(device, SIZES, dim)
+    v[:, 5] = value
+    result = fa3.attention_with_lse(q, k, v, variant)
+    assert result[0].isfinite().all()
+    hold_patterns(result, exact(q, k, v, variant), v)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256, 40])
 @pytest.mark.parametrize("name", VARIANTS)
 @settings(max_examples=6)

@@ -12,7 +12,7 @@ from cutedsl_fa3.layouts import SMEM_CAPACITY
 from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
-from cutedsl_fa3.schedules import SHORT, TABLE, serving_row
+from cutedsl_fa3.schedules import SPECIAL, TABLE, serving_row
 
 OVERLAPS = ("none", "intra", "pingpong", "both")
 TILES = {64: (192, 128, 3), 128: (128, 128, 2)}  # head_dim -> tile_m, tile_n, consumers
@@ -48,8 +48,9 @@ def test_every_row_of_the_schedule_table_serves_a_supported_configuration():
     """So no row stands behind one that takes all of its variants, and all are compiled."""
     used = {serving_row(plan.variant, plan.problem) for plan in configs.configs()}
     assert used == set(TABLE)
-    short = {serving_row(plan.variant, plan.problem, 1) for plan in configs.short()}
-    assert short == set(SHORT)
+    tiles = {(plan.problem.tile_dims, plan.schedule) for plan in configs.special()}
+    for row in SPECIAL:
+        assert ((row.head_dim, row.head_dim_v), row.schedule(row.masked)) in tiles, row
 
 
 @pytest.mark.compile

@@ -16,7 +16,7 @@ from cutlass import Int32
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines.roles import WARP
 
-from .exact import chosen, lost
+from .exact import chosen, lost_where, suspect
 from .operands import head_of
 
 
@@ -63,8 +63,9 @@ class Epilogue(Repairs):
         if cutlass.const_expr(s.pack > 1):  # rows are also queries then: registers hold one of them
             thread = not_before(thread)
             places = wgmma.places(f.qk, s.tile_m, s.tile_n, thread)
+        suspected = suspect(f.output) if self.repairs else False
         lse = softmax.finish(f.output)
-        spoilt = lost(f.output, lse) if self.repairs else []
+        spoilt = lost_where(suspected, f.output, lse) if self.repairs else []
         w.elements.finish(f.output, lse, w.m_block * s.queries, f.queries)
         if cutlass.const_expr(s.store == "tma"):
             self.store_through_smem(io, smem, w, f, places, spoilt, lse, thread)

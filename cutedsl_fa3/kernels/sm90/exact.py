@@ -25,6 +25,7 @@ from cutedsl_fa3.variant.lower import LOG2_E, exp2, select
 
 VECTOR = 8  # elements of 16 bytes
 LANES = 4  # threads that hold a row
+CHAINS = 2  # independent sums, for instruction-level parallelism
 
 
 def lost(acc_o: cute.Tensor, lse: list[Float32] | None) -> list[Boolean]:
@@ -34,14 +35,41 @@ def lost(acc_o: cute.Tensor, lse: list[Float32] | None) -> list[Boolean]:
     """
     rows = []
     for r in range(cute.size(acc_o, mode=[0])):
-        zero = Float32(0.0)
-        for c in range(cute.size(acc_o, mode=[1])):
-            zero = cute.math.fma(acc_o[r, c], Float32(0.0), zero)
+        zero = _zero(acc_o, r)
         for lane in ROW_LANES:
             zero = zero + cute.arch.shuffle_sync_bfly(zero, offset=lane)
         spoilt = zero != zero
         rows.append(spoilt if lse is None else spoilt & (lse[r] == lse[r]))
     return rows
+
+
+def suspect(acc_o: cute.Tensor) -> Boolean:
+    """Whether a value may have spoilt rows of this warp, which are all of the same products.
+
+    One that is not finite spoils its column for all of them, so the first of each thread's rows
+    shows it: of the accumulator as it is, before rows that see nothing are cleared.
+
+    Shape: acc_o (rows, cols) of this thread. All threads of a warp take part.
+    """
+    zero = _zero(acc_o, 0)
+    return cute.arch.vote_any_sync(zero != zero)
+
+
+@cute.jit
+def lost_where(suspected, acc_o, lse):
+    """`lost` where the warp is suspected, else no rows."""
+    found = [Int32(0) for _ in range(cute.size(acc_o, mode=[0]))]
+    if suspected:
+        found = [Int32(spoilt) for spoilt in lost(acc_o, lse)]
+    return [spoilt != 0 for spoilt in found]
+
+
+def _zero(acc_o: cute.Tensor, row: int) -> Float32:
+    """0, or NaN where an element of a row is not finite."""
+    chains = [Float32(0.0)] * CHAINS
+    for c in range(cute.size(acc_o, mode=[1])):
+        chains[c % CHAINS] = cute.math.fma(acc_o[row, c], Float32(0.0), chains[c % CHAINS])
+    return chains[0] + chains[1]
 
 
 class Again:

@@ -6,7 +6,7 @@
                 then O / row_sum -> epilogue -> shared memory -> TMA store
 
     ring    carries        filled by     emptied by, one arrival a warp
-    q       Q, one slot    TMA bytes     when its last S is complete; where o lies in its place,
+    q       Q, 1 or 2      TMA bytes     when its last S is complete; where o lies in its place,
                                          when O is stored
     k       K, stages      TMA bytes     when its S is complete
     v       V, stages      TMA bytes     when its product with P is complete
@@ -39,7 +39,7 @@ carries it, and two lines in the roles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -158,6 +158,13 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         o = self.tiles.get("o")
         if o is not None and self.tiles["q"].holds_rows_of(o) and not roomy:
             self.aliases = {"o": "q"}
+        # Three warpgroups wait for each other less where the next Q is there before all have read
+        # the last; two gain nothing.
+        if s.persistent and s.consumers > 2 and not self.aliases:
+            one = self.rings["q"]
+            self.rings["q"] = replace(one, stages=2)
+            if self.smem.total > self.smem.capacity:
+                self.rings["q"] = one
         self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
         # A mask hides values of a visited tile, and so does a score of -inf.
         self.repairs = plan.variant.mask is not None or plan.variant.score is not None

@@ -22,6 +22,8 @@ from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines import Turns, take
 from cutedsl_fa3.variant.lower import select
 
+from .operands import read_queries
+
 END = -1
 
 
@@ -52,7 +54,7 @@ class MainLoop:
         partial, total = w.runs.n_partial, w.runs.n_total
         n_block, first = cutlass.Int32(0), cutlass.Int32(0)
         if total > 0:
-            ring_q.wait_and_advance()
+            read_queries(f, ring_q.wait_and_advance())
             ring_k, ring_v, first = self.unseen(io, w, turns, ring_k, ring_v, group)
             step = self.overlapped if s.intra else self.serial
             if cutlass.const_expr(s.intra):
@@ -118,7 +120,7 @@ class MainLoop:
         ring_visits, word = take(ring_visits, words)
         some = word != END
         if some:
-            ring_q.wait_and_advance()
+            read_queries(f, ring_q.wait_and_advance())
             j = cutlass.Int32(0)
             step = self.overlapped if s.intra else self.serial
             if cutlass.const_expr(s.intra):

@@ -138,6 +138,15 @@ def unpacked(places: wgmma.Places, pack: int) -> tuple[wgmma.Places, tuple]:
     return queries, tuple(places.row % pack + head for head in heads)
 
 
+def read_queries(f: Fragments, slot) -> None:
+    """Products read Q from this slot of its ring from now on.
+
+    A function, since a staged `if` would carry an object whose method is called in it.
+    """
+    if cute.size(f.q, mode=[3]) > 1:
+        f.q_slot = slot.index
+
+
 class Fragments:
     """One consumer thread's operands and accumulators, with the two products on them.
 
@@ -162,8 +171,9 @@ class Fragments:
         source = "smem" if in_smem else "registers"
         self.pv = wgmma.tiled_mma(dtype, dv, s.consumers, a_from=source, b_major="n")
         self.pv_strip = wgmma.tiled_mma(dtype, dv, 1, a_from="registers", b_major="n")
-        qk, pv = self.qk.get_slice(thread), self.pv.get_slice(thread)
-        self.q = self.qk.make_fragment_A(qk.partition_A(smem.q))
+        self.group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        qk, pv = (wgmma.operands_of(mma, self.group) for mma in (self.qk, self.pv))
+        self.q, self.q_slot = self.qk.make_fragment_A(qk.partition_A(smem.q)), 0
         self.k = self.qk.make_fragment_B(qk.partition_B(smem.k))
         self.v = self.pv.make_fragment_B(pv.partition_B(transposed(smem.v)))
         self.tile_m, self.tile_n = s.tile_m, s.tile_n
@@ -172,7 +182,6 @@ class Fragments:
         self.p_operand = wgmma.as_operand(self.p)
         self.p_strip, self.thread = None, thread
         if in_smem:
-            self.group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             self.p_operand = self.pv.make_fragment_A(pv.partition_A(smem.p))
             self.p_strip = cute.local_tile(smem.p, (wgmma.ROWS, s.tile_n), (self.group, 0))
             self.qk_strip = wgmma.tiled_mma(dtype, s.tile_n, 1)
@@ -186,7 +195,7 @@ class Fragments:
     def multiply_qk(self, slot) -> cute.Tensor:
         """Issue S = Q K^T into a fresh acc_s, so that no registers are held for it in between."""
         warpgroup.fence()
-        q, k = self.q[None, None, None, 0], self.k[None, None, None, slot.index]
+        q, k = self.q[None, None, None, self.q_slot], self.k[None, None, None, slot.index]
         acc_s = wgmma.accumulator(self.qk, self.tile_m, self.tile_n)
         wgmma.issue(self.qk, acc_s, q, k, accumulate=False)
         return acc_s

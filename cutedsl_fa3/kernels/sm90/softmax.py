@@ -8,9 +8,9 @@
 
 `scale_log2` turns x into a base-2 logarithm: scale * log2(e) for raw products, so that the identity
 score costs one FMA, and log2(e) once a score function has scaled them. A row that has seen nothing
-has m = -inf; subtracting 0 instead keeps exp2(-inf) = 0 exact, so its row_sum stays 0. NaN is not
-hidden: max skips it, row_sum does not. A sink is one more logit that joins at the end: it takes
-weight and has no value.
+has m = LOWEST, from which -inf is as far as from any other: exp2(-inf) = 0, so its row_sum stays 0.
+NaN is not hidden: max skips it, row_sum does not. A sink is one more logit that joins at the end:
+it takes weight and has no value.
 
 Rows whose maximum is beyond FAR, such as rows of nothing but a finite stand-in for -inf, take
 p = exp2(x - m): m * scale_log2 is rounded to so few bits there that the exponents of equal scores
@@ -34,7 +34,7 @@ from cutlass import Float32
 
 from cutedsl_fa3.layouts.wgmma import ROW_LANES
 from cutedsl_fa3.variant.lower import LN_2, LOG2_E, absolute, exp2, log2, select
-from cutedsl_fa3.variant.softmax import FAR, LARGEST, LEEWAY
+from cutedsl_fa3.variant.softmax import FAR, LARGEST, LEEWAY, LOWEST
 
 EIGHTHS = 8
 CHAINS = 2  # independent maxima and sums per row, for instruction-level parallelism
@@ -62,7 +62,7 @@ class OnlineSoftmax:
         self.row_max = cute.make_rmem_tensor(rows, Float32)
         self.row_sum = cute.make_rmem_tensor(rows, Float32)
         self.alpha = cute.make_rmem_tensor(rows, Float32)
-        self.row_max.fill(-Float32.inf)
+        self.row_max.fill(LOWEST)
         self.row_sum.fill(0.0)
 
     def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
@@ -87,9 +87,8 @@ class OnlineSoftmax:
                 grown = (new - old) * self.scale_log2 > LEEWAY
                 new = select(grown, new, old)
             self.row_max[r] = new
-            origin = select(new == -Float32.inf, Float32(0.0), new)
-            shift, scale_log2 = self._near(origin)
-            alpha = exp2((old - origin) * self.scale_log2)
+            shift, scale_log2 = self._near(new)
+            alpha = exp2((old - new) * self.scale_log2)
             self.row_sum[r] = self.row_sum[r] * alpha
             self._weigh(acc_s, r, lambda x, a=scale_log2, b=-shift: cute.math.fma(x, a, b), early)
             self.alpha[r] = alpha
@@ -99,17 +98,19 @@ class OnlineSoftmax:
     ) -> None:
         """Row r's scores become 2^exponent of themselves, in place, and join its sum."""
         cols = cute.size(acc_s, mode=[1])
-        sums = [self.row_sum[r]] + [Float32(0.0)] * (CHAINS - 1)
-        for c in range(cols):
-            p = exp2(exponent(acc_s[r, c]))
-            acc_s[r, c] = p
-            sums[c % CHAINS] = sums[c % CHAINS] + p
-            if c == cols * early // EIGHTHS - 1:
-                for chain in sums:
-                    finished(chain)
-        total = sums[0]
-        for chain in sums[1:]:
-            total = total + chain
+        before = cols * early // EIGHTHS
+        total = self.row_sum[r]
+        for columns in (range(before), range(before, cols)):
+            sums = [total] + [None] * (CHAINS - 1)
+            for c in columns:
+                p = exp2(exponent(acc_s[r, c]))
+                acc_s[r, c] = p
+                sums[c % CHAINS] = p if sums[c % CHAINS] is None else sums[c % CHAINS] + p
+            total = sums[0]
+            for chain in sums[1:]:
+                total = total if chain is None else total + chain
+            if early and columns.stop == before:
+                finished(total)
         self.row_sum[r] = total
 
     def _near(self, origin: Float32) -> tuple[Float32, Float32]:
@@ -145,12 +146,12 @@ class OnlineSoftmax:
 
         Shape: acc_o (rows, cols) of this thread.
         """
-        lse = []
+        lse, empty = [], []
         for r in range(self.rows):
             total = self.row_sum[r]
             for lane in ROW_LANES:
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=lane)
-            empty = total == 0.0
+            empty.append(total == 0.0)
             inverse = 1.0 / total
             origin = self.row_max[r] * self.scale_log2
             value, size = (origin + log2(total)) * LN_2, absolute(origin)
@@ -160,11 +161,23 @@ class OnlineSoftmax:
                 inverse, value, size, total = self._with_sink(sink, origin, total)
                 natural = cute.arch.fmax(natural, sink)
             value = select(size >= FAR, natural + log2(total) * LN_2, value)
-            for c in range(cute.size(acc_o, mode=[1])):  # 0 even where a hidden value is not finite
-                acc_o[r, c] = select(empty, Float32(0.0), acc_o[r, c] * inverse)
+            for c in range(cute.size(acc_o, mode=[1])):
+                acc_o[r, c] = acc_o[r, c] * inverse
             alone = -Float32.inf if sink is None else sink
-            lse.append(select(empty, alone, value))
+            lse.append(select(empty[r], alone, value))
+        self._clear(acc_o, empty)
         return lse
+
+    @cute.jit
+    def _clear(self, acc_o, empty):
+        """Zeros in empty rows, even where a hidden value is not finite."""
+        anywhere = empty[0]
+        for r in cutlass.range_constexpr(1, self.rows):
+            anywhere = anywhere | empty[r]
+        if cute.arch.vote_any_sync(anywhere):
+            for r in cutlass.range_constexpr(self.rows):
+                for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
+                    acc_o[r, c] = select(empty[r], Float32(0.0), acc_o[r, c])
 
     def _with_sink(self, natural: Float32, origin: Float32, total: Float32) -> tuple[Float32, ...]:
         """What acc_o is multiplied by, LSE, size of the greater logit and the sum relative to it.
@@ -188,8 +201,8 @@ def finished(value: Float32) -> None:
     condition that no sum meets: to be a NaN of a pattern that arithmetic does not make.
     """
     cute.arch.inline_ptx(
-        "{ .reg .pred odd; .reg .b32 bits, address; mov.b32 bits, {$r0}; mov.b32 address, 0; "
-        "setp.eq.u32 odd, bits, 0x7f800001; @odd st.volatile.shared.b32 [address], bits; }",
+        "{ .reg .pred odd; .reg .b32 bits; mov.b32 bits, {$r0}; "
+        "setp.eq.u32 odd, bits, 0x7f800001; @odd st.volatile.shared.b32 [bits], bits; }",
         read_only_args=[value],
     )
 
@@ -208,12 +221,13 @@ class Weights:
 
         Shape: acc_s (rows, cols) of this thread.
         """
-        for r in range(cute.size(acc_s, mode=[0])):
-            known = Float32(0.0)
-            for c in range(cute.size(acc_s, mode=[1]) * early // EIGHTHS):
-                known = known + acc_s[r, c]
-            if early:
-                finished(known)
+        rows, cols = (cute.size(acc_s, mode=[i]) for i in range(2))
+        known = None
+        for r in range(rows):
+            for c in range(cols * early // EIGHTHS):
+                known = acc_s[r, c] if known is None else known + acc_s[r, c]
+        if known is not None:
+            finished(known)
 
     def rescale(self, acc_o: cute.Tensor) -> None:
         """Nothing: later keys do not change the weight of earlier ones."""

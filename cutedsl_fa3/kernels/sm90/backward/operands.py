@@ -240,12 +240,9 @@ class Fragments:
             for cols in (dv, d)
         )
         self.dq = dq_mma(s, dtype, d)
-        # What a warpgroup reads of shared memory is the same for all of its threads; where the
-        # compiler knows it, addresses are in uniform registers and need not be moved there.
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         of_scores, of_dv, of_dk, of_dq = (
-            mma.get_slice(group * wgmma.WARPGROUP)
-            for mma in (self.scores, self.dv, self.dk, self.dq)
+            wgmma.operands_of(mma, group) for mma in (self.scores, self.dv, self.dk, self.dq)
         )
         self.k = self.scores.make_fragment_A(of_scores.partition_A(smem.k))
         self.v = self.scores.make_fragment_A(of_scores.partition_A(smem.v))

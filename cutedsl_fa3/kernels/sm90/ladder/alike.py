@@ -26,7 +26,7 @@ from cutedsl_fa3.variant.describe import ever_full
 
 from ..elements import Elements
 from ..epilogue import Repairs
-from ..exact import Again, lost
+from ..exact import Again, lost_where, suspect
 from ..operands import fake_args, heads_last, rows_first
 from .order import IN_ORDER
 
@@ -186,8 +186,9 @@ class Alike(Repairs, WarpSpecialized):
     @cute.jit
     def finish(self, io, smem, w, f, softmax, thread):
         """O and LSE to global memory; no copy into shared memory is under way any more."""
+        suspected = suspect(f.output) if self.repairs else False
         lse = softmax.finish(f.output)
-        spoilt = lost(f.output, lse) if self.repairs else []
+        spoilt = lost_where(suspected, f.output, lse) if self.repairs else []
         cute.arch.sync_threads()  # all have read Q, whose place O takes
         f.write(smem.o, thread)
         if cutlass.const_expr(self.repairs):
