@@ -140,9 +140,9 @@ SPECIAL = (
 # Heads side by side where the mask skips tiles, so that their K and V stay in L2 together: causal
 # at d64 509 (one head after the other: 487), at d128 646 (629), in the same record; fewer where
 # theirs would be more than L2_BYTES: 4 heads 1.015 at d128 with 16,384 keys, 2 heads 1.019 with
-# 32,768 and 1.018 at d256 with 16,384, and no gain with half of the keys.
+# 32,768 and 1.018 at d256 with 16,384, no gain with half of the keys; 0.96 at d96 with 16,384.
 HEAD_GROUP = 8
-L2_BYTES = 32 << 20  # of an H100's or H200's 50 MB
+L2_BYTES = 48 << 20  # of an H100's or H200's 50 MB
 
 # Heads share tiles where that leaves at most so many of a CTA's turns. Each work tile reads all
 # keys that it sees, however few of its rows are queries: with two turns for one, few queries take

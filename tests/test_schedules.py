@@ -174,8 +174,9 @@ def test_a_row_for_some_lengths_or_masks_serves_those_of_its_head_size_alone(
 @pytest.mark.parametrize(
     ("d", "keys", "kv_heads", "group"),
     [
-        (64, 16384, 16, 8),
-        (64, 16385, 16, 4),
+        (64, 24576, 16, 8),
+        (64, 24577, 16, 4),
+        (96, 16384, 16, 8),
         (128, 8192, 16, 8),
         (128, 16384, 16, 4),
         (128, 16384, 8, 8),  # two heads share K and V
