@@ -108,9 +108,9 @@ def label(plan: Plan) -> str:
     """A short name for a plan of `configs`, as in d192x128-bf16-uniform."""
     d, dv = plan.problem.head_dim, plan.problem.head_dim_v
     pack = f"-pack{plan.schedule.pack}" if plan.schedule.pack > 1 else ""
-    special_row = "-special" if plan in special() else ""
+    tile = f"-{plan.schedule.tile_m}x{plan.schedule.tile_n}" if plan in special() else ""
     sizes = d if d == dv else f"{d}x{dv}"
-    return f"d{sizes}-{plan.problem.dtype}-{kind(plan)}{special_row}{pack}"
+    return f"d{sizes}-{plan.problem.dtype}-{kind(plan)}{tile}{pack}"
 
 
 @functools.cache

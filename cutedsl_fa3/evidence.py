@@ -2,8 +2,9 @@
 
 A row of `schedules.TABLE` serves several kinds of variant, so it is measured in a case of each, and
 an alternative counts where it was measured in all of them: its score is the geometric mean of its
-speed over the chosen row's, both from the same turns. `alternatives` says what is measured;
-`judged` reads what a record has; `why` is the reason that a row states.
+speed over the chosen row's, both from the same turns. Rows of `schedules.SPECIAL` are left out, as
+if they were not there. `alternatives` says what is measured; `judged` reads what a record has;
+`why` is the reason that a row states.
 """
 
 from __future__ import annotations
@@ -207,9 +208,9 @@ def head_groups(record: Record) -> dict[int, float]:
     """By group of heads the speed over that of `HEAD_GROUP`, where a masked case has both."""
     speeds: dict[int, list[float]] = {}
     for case, measured in _by_case(record).items():
-        if (variant := _variant(case)).mask is None:
+        if _variant(case).mask is None:
             continue
-        base = serving_row(variant, Problem(*case.problem)).schedule(masked=True)
+        base = _row(case).schedule(masked=True)
         for one in measured:
             group = _whole(one)["head_group"]
             if one.follows(replace(base, head_group=group)):
@@ -254,7 +255,7 @@ def _variant(case: Case):
 
 
 def _row(case: Case) -> Row:
-    return serving_row(_variant(case), Problem(*case.problem))
+    return serving_row(_variant(case), Problem(*case.problem), special=())
 
 
 def _near(values: Sequence, chosen: object, near: int = NEAR) -> list:

@@ -103,7 +103,7 @@ LEADS = (
     ),
     Lead(
         "P from shared memory?",
-        ({"p_from": "shared"}, {"p_from": "shared", "tile_n": 160}),
+        ({"p_from": "shared", "tile_n": 128}, {"p_from": "shared", "tile_n": 160}),
         (*LONG, *(case for case in AT_128 if case.variant in ("sigmoid", "softcap:30"))),
     ),
     Lead("Query heads of one key head in one tile?", _values("pack", 1, 2, 4, 8, 16), FEW_QUERIES),
@@ -117,20 +117,20 @@ def chosen(case: Case) -> Schedule:
 
 
 def chosen_then(case: Case, rows: Iterable[ScheduleRow]) -> Schedule | None:
-    """What the table chose when these were measured: today's choice, or what is most like it.
+    """What the table chose when these were measured: of which most of them are changes.
 
-    Of several that are, the one that is most like all others, which are changes of it.
+    Of several of which as many are, the one that is most like today's choice.
     """
     measured, today = [Schedule(**row.schedule) for row in rows], chosen(case)
+    asked = [lead for lead in LEADS if case in lead.cases]
 
-    def unlike(one: Schedule, other: Schedule) -> int:
-        return sum(getattr(one, f.name) != getattr(other, f.name) for f in fields(one))
+    def unlike(one: Schedule) -> int:
+        return sum(getattr(one, f.name) != getattr(today, f.name) for f in fields(one))
 
-    return min(
-        measured,
-        key=lambda one: (unlike(one, today), sum(unlike(one, other) for other in measured)),
-        default=None,
-    )
+    def changes(one: Schedule) -> int:
+        return sum(made in measured for lead in asked for _, made in tried(lead, case, one))
+
+    return min(measured, key=lambda one: (-changes(one), unlike(one)), default=None)
 
 
 def tried(

@@ -16,6 +16,7 @@ larger ones spilled, which the compiler denies today.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .ledger.rates import SMS
@@ -194,10 +195,19 @@ def table_fingerprint() -> str:
     return hashlib.sha256(repr((rows, LIGHT, MUCH, FEWER)).encode()).hexdigest()
 
 
-def serving_row(variant: Variant, problem: Problem, seqlen_k: int | None = None) -> Row:
-    """The first row of the table that serves this variant and problem, for any length or one."""
+def serving_row(
+    variant: Variant,
+    problem: Problem,
+    seqlen_k: int | None = None,
+    special: Iterable[Row] | None = None,
+) -> Row:
+    """The first row that serves this variant and problem, for any length or one.
+
+    `special`, instead of SPECIAL, come before those of their head size in TABLE.
+    """
     level, masked = needs(variant), variant.mask is not None
-    rows = sorted((*SPECIAL, *TABLE), key=lambda row: row.head_dim)  # those of SPECIAL before
+    before = SPECIAL if special is None else special
+    rows = sorted((*before, *TABLE), key=lambda row: row.head_dim)
     return next(row for row in rows if row.serves(problem, level, masked, seqlen_k))
 
 

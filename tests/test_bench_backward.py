@@ -275,13 +275,11 @@ def test_each_kernel_is_compiled_once_ahead_and_a_refusal_is_said(monkeypatch) -
     monkeypatch.setattr(bench_backward.cache, "get", get)
     said: list[str] = []
     large = GradientCase("full", "bf16", 264, 264, 64, 64, 1, 1, 1)
-    long, short = memory([16384, 8192])
+    long, short = memory([4096, 2048])
     compiled_ahead([long, short, replace(long, deterministic=True), large], 3, said.append)
     assert asked == [(3, 3)] and len(set(compiled)) == 2
     assert "264" in said[0] and said[1].startswith("3 kernels")
-    assert said[2].endswith(
-        "deterministic B=1 Sq=16384 Sk=16384 H=16/16: RuntimeError: no compiler"
-    )
+    assert said[2].endswith("deterministic B=1 Sq=4096 Sk=4096 H=16/16: RuntimeError: no compiler")
 
 
 def test_a_peak_is_the_largest_of_some_and_a_failure_is_noted() -> None:

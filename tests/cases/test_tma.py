@@ -182,7 +182,7 @@ def flows(made: dict[str, tuple[Any, str]], name: str, without: str = "") -> lis
         kernel = KERNELS[name]()
         made[name] = kernel, ptx.of_kernel(kernel)
     # What keeps exponentials before a wait is a store that is never executed (softmax.finished).
-    text = re.sub(r"@odd st\.volatile\.shared\S* \[address\], \S+;", "", made[name][1])
+    text = re.sub(r"@odd st\.volatile\.shared\S* \[bits\], \S+;", "", made[name][1])
     text = re.sub(without, "", text) if without else text
     found = [Flow(body) for body in ptx.bodies(text)]
     assert any(flow.count(ptx.STORES) for flow in found), "no kernel here stores by TMA"

@@ -30,7 +30,7 @@ LENGTHS = named.Lengths(heads=16, seqlen_q=8192, seqlen_k=8192)
 COSTS = {
     "causal": {"RCP": 0.0, "EX2": 1.0, "TANH": 0.0, "LDG": 0.0, "more": 0.0},
     "alibi": {"RCP": 0.0, "EX2": 1.0, "TANH": 0.0, "LDG": 0.0, "more": 1.75},
-    "bias": {"RCP": 0.0, "EX2": 1.0, "TANH": 0.0, "LDG": 0.5, "more": 2.2},
+    "bias": {"RCP": 0.0, "EX2": 1.0, "TANH": 0.0, "LDG": 0.5, "more": 2.21},
     "softcap:30": {"RCP": 0.0, "EX2": 1.0, "TANH": 1.0, "LDG": 0.0, "more": -0.4},
     "sigmoid": {"RCP": 1 / MOST["sigmoid"], "EX2": 1.0, "TANH": 0.0, "LDG": 0.0, "more": 1.3},
 }

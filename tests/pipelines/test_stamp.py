@@ -73,7 +73,7 @@ def shipped() -> dict[str, tuple[object, int]]:
     kinds = configs.kinds()
     turns = Schedule(128, 128, stages=2, consumers=2, overlap="both")
     return {
-        "three warpgroups": (Plan.default(kinds["nothing"], Problem("bf16", 64, 64)).kernel, 108),
+        "three warpgroups": (Plan.default(kinds["nothing"], Problem("bf16", 64, 64)).kernel, 172),
         "early": (Plan.default(kinds["nothing"], Problem("bf16", 128, 128)).kernel, 0),
         "turns": (Plan(kinds["uniform"], Problem("bf16", 64, 64), turns).kernel, 0),
         "by tile": (Plan.default(kinds["documents"], Problem("bf16", 64, 64)).kernel, 0),
@@ -130,8 +130,13 @@ def test_the_wait_for_values_stays_where_the_shipped_kernel_has_it():
     from cutedsl_fa3.problem import Problem
 
     for early, ahead, builds in ((0, False, 2), (4, True, 1)):
-        schedule = Schedule(128, 64, stages=2, consumers=2, overlap="intra", early=early)
-        kernel = Plan(configs.kinds()["nothing"], Problem("bf16", 64, 64), schedule).kernel
+        variant, problem = configs.kinds()["nothing"], Problem("bf16", 64, 64)
+        plan = Plan.default(variant, problem)
+        if early:
+            schedule = Schedule(128, 64, stages=2, consumers=2, overlap="intra", early=early)
+            plan = Plan(variant, problem, schedule)
+        assert plan.schedule.early == early
+        kernel = plan.kernel
         for build in (stamped(kernel), kernel)[:builds]:
             between = _between_waits(disassemble(compile_kernel(build).cubin))
             assert between and all(("MUFU.EX2" in each) == ahead for each in between), build.name

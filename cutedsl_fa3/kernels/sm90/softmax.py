@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 
 from cutedsl_fa3.layouts.wgmma import ROW_LANES
 from cutedsl_fa3.variant.lower import LN_2, LOG2_E, absolute, exp2, log2, select
@@ -175,9 +175,7 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(1, self.rows):
             anywhere = anywhere | empty[r]
         if cute.arch.vote_any_sync(anywhere):
-            for r in cutlass.range_constexpr(self.rows):
-                for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
-                    acc_o[r, c] = select(empty[r], Float32(0.0), acc_o[r, c])
+            zero_rows(acc_o, empty)
 
     def _with_sink(self, natural: Float32, origin: Float32, total: Float32) -> tuple[Float32, ...]:
         """What acc_o is multiplied by, LSE, size of the greater logit and the sum relative to it.
@@ -191,6 +189,13 @@ class OnlineSoftmax:
         shrink = exp2(origin - highest)
         joined = cute.math.fma(total, shrink, exp2(sink - highest))
         return shrink / joined, (highest + log2(joined)) * LN_2, absolute(highest), joined
+
+
+def zero_rows(acc_o: cute.Tensor, rows: Sequence[Boolean]) -> None:
+    """Zeros in these rows; acc_o (rows, cols) of this thread."""
+    for r, chosen in enumerate(rows):
+        for c in range(cute.size(acc_o, mode=[1])):
+            acc_o[r, c] = select(chosen, Float32(0.0), acc_o[r, c])
 
 
 def finished(value: Float32) -> None:
