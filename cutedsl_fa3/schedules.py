@@ -133,7 +133,7 @@ SPECIAL = (
     Row(64, 64, "weights", 64, 64, 1, "none", 0, "tma", False, "368; 192 x 128: 319", 4, True, FEW),
     Row(64, 64, "nothing", 192, 128, 3, "both", 0, "tma", True, "lazy off 0.99", 1, False, MANY),
     Row(96, 96, "nothing", 192, 112, 3, "intra", 3, "tma", True, "96 keys: 0.98", 1, False, MORE),
-    Row(96, 96, "nothing", 192, 96, 3, "intra", 2, "tma", True, "both 0.98", 1, False),
+    Row(96, 96, "nothing", 192, 96, 3, "intra", 2, "tma", True, "both 0.98, 1.00", 1, False),
     Row(128, 128, "nothing", 128, 128, 2, "intra", 2, "tma", False, "early 1 0.99", 1, False),
     Row(128, 128, "nothing", 128, 160, 2, "intra", 2, "tma", False, "128: 0.99", 1, True, MANY),
 )

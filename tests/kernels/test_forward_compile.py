@@ -44,11 +44,6 @@ def test_every_supported_configuration_compiles_without_spilling_to_the_code_acc
     assert not broken, broken
 
 
-def test_every_configuration_has_a_name_of_its_own():
-    names = [configs.label(plan) for plan in configs.every()]
-    assert len(set(names)) == len(names)
-
-
 def test_every_row_of_the_schedule_table_serves_a_supported_configuration():
     """So no row stands behind one that takes all of its variants, and all are compiled."""
     used = {serving_row(plan.variant, plan.problem) for plan in configs.configs()}
