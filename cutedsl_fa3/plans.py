@@ -14,7 +14,9 @@ from .problem import Problem
 from .schedules import default_schedule
 from .variant import Variant
 from .variant.describe import describe
+from .variant.fusion import with_known_signs
 from .variant.limits import bounded, limits
+from .variant.linear import Linear, linear
 from .variant.pairs import dense, pairs
 from .variant.summaries import table_shape
 from .variant.tiles import by_tile
@@ -70,6 +72,14 @@ class Plan:
     def bounded(self) -> bool:
         """Whether the softmax goes without a maximum: limited scores, and P in bf16."""
         return self.problem.dtype == "bf16" and bounded(self.variant)
+
+    @cached_property
+    def linear(self) -> Linear | None:
+        """The score apart, where it grows evenly with the key and a running maximum follows it."""
+        variant = self.variant
+        if variant.score is None or variant.weight is not None or self.bounded:
+            return None
+        return linear(with_known_signs(variant.score, variant.mask))
 
     def table_shape(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple | None:
         """Shape of the table that summarises captured vectors by block; None if none is needed."""

@@ -27,7 +27,7 @@ class BoundedSoftmax(OnlineSoftmax):
         super().__init__(rows, Float32(LN_2), Float32(1.0), sinks)
         self.row_max.fill(0.0)
 
-    def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
+    def step(self, acc_s: cute.Tensor, early: int = 0, bases: None = None) -> None:
         """Replace scores by weights in place, `early` eighths of them before the next wait.
 
         Shape: acc_s (rows, cols) of this thread.

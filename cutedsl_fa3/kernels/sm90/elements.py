@@ -21,6 +21,7 @@ from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.fusion import composed, with_known_signs
 from cutedsl_fa3.variant.keys import QueryTile, Span, key_spans
 from cutedsl_fa3.variant.limits import in_base_2
+from cutedsl_fa3.variant.linear import UNITS
 from cutedsl_fa3.variant.lower import (
     CAPTURE_ELEMENTS,
     LOG2_E,
@@ -37,6 +38,7 @@ from cutedsl_fa3.variant.tiles import Scan
 from .bits import Bits, in_pairs
 from .bounded import BoundedSoftmax
 from .softmax import OnlineSoftmax, Weights
+from .units import Growth, Units
 
 Memo = tuple[dict, dict]  # values that elements of a tile share: of the score, of the mask
 Memos = dict["Elements", Memo]  # of each head whose rows a thread has
@@ -50,7 +52,8 @@ class Elements:
 
     `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
     are left as they are when there is no score function, so that the scale costs nothing;
-    `bounded` scores (see bounded.py) are base-2 logarithms already. Without `bits` a mask is asked
+    `bounded` scores (see bounded.py) are base-2 logarithms already, and scores that grow evenly with
+    the key may have `units` of their own (see units.py). Without `bits` a mask is asked
     for each element even where spans say all of it (bits.py): that takes fewer registers.
     """
 
@@ -64,6 +67,7 @@ class Elements:
         pairs: frozenset[int] = frozenset(),
         bounded: bool = False,
         bits: bool = True,
+        units: Units | None = None,
     ) -> None:
         self.variant = variant
         self.takes_bits = bits and in_spans(variant.mask)
@@ -72,7 +76,7 @@ class Elements:
         batch, heads = head
         first, *others = heads if isinstance(heads, tuple) else (heads,)
         self.of_head = lambda h: Elements(
-            variant, captures, scale, (batch, (h,)), seqlens, pairs, bounded, bits
+            variant, captures, scale, (batch, (h,)), seqlens, pairs, bounded, bits, units
         )
         self.others = tuple(self.of_head(h) for h in others)
         uniform = {"b": batch, "h": first, "seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
@@ -83,9 +87,11 @@ class Elements:
         self.bounded = bounded
         if changed is not None:
             changed = in_base_2(changed) if bounded else changed
-            known = with_known_signs(changed, variant.mask)
+            known, given = with_known_signs(changed, variant.mask), uniform
+            if units is not None:
+                known, given = units.linear.whole, {**uniform, UNITS: units.in_one}
             self.changes = Lowering(
-                known, captures, uniform, pairs,
+                known, captures, given, pairs,
                 exponent=not self.has_weight, coarse=bounded,
                 by_row=frozenset({"h"} if isinstance(heads, tuple) else ()),
             )  # fmt: skip
@@ -99,6 +105,13 @@ class Elements:
         self.scale_log2 = Float32(1.0 if bounded else LOG2_E)
         if self.changes is None:
             self.scale_log2 = scale * LOG2_E
+        # Units of acc_s: what a raw product is before `changes`, and what 1 is naturally behind it.
+        self.of_product, self.unit = scale, scale if self.changes is None else Float32(1.0)
+        self.units, self.growth = units, None
+        if units is not None:
+            self.growth = Growth(units, captures, uniform)
+            self.of_product, self.unit = units.of_product, units.size
+            self.scale_log2 = units.size * LOG2_E
 
     @staticmethod
     def fake_captures(variant: Variant) -> tuple[tuple, ...] | None:
@@ -163,8 +176,7 @@ class Elements:
             return Weights()
         if self.bounded:
             return BoundedSoftmax(rows, self.sinks(rows))
-        scale = self.scale if self.changes is None else Float32(1.0)
-        return OnlineSoftmax(rows, scale, self.scale_log2, self.sinks(rows), lazy)
+        return OnlineSoftmax(rows, self.unit, self.scale_log2, self.sinks(rows), lazy)
 
     def sinks(self, rows: int) -> list[Float32] | None:
         """The sink of each row."""
@@ -182,10 +194,13 @@ class Elements:
         return load(self.captures[number], index, "float")
 
     def inside(self, m_block: Int32, queries: int, tile_n: int, span: Span) -> Boolean | bool:
-        """Whether what the score function reads evenly lies in its tensors, in a span of tiles.
+        """Whether tiles of a span can do without care if they need no mask.
 
-        True where it reads nothing so. Rows past the sequence count: they are computed as well.
+        What the score function reads evenly lies in its tensors, and its units fit; True where it
+        has neither. Rows past the sequence count: they are computed as well.
         """
+        if self.growth is not None:
+            return self.units.fits
         if self.changes is None or not self.changes.unclamped:
             return True
         first, end = span
@@ -257,6 +272,22 @@ class Elements:
             for c in range(n_cols):
                 acc_s[r, c] = select(seen[c], acc_s[r, c], self.hidden)
 
+    def grown(
+        self, acc_s: cute.Tensor, places: wgmma.Places, corner: tuple[Int32, Int32]
+    ) -> list[Float32]:
+        """Scores but for a base of each row in place of raw products, where units fit; the bases.
+
+        Shape: as for `apply`, of a tile without mask.
+        """
+        positions, bases = positions_of(places, corner), []
+        memos: dict[Elements, dict] = {each: {} for each in (self, *self.others)}
+        for r in range(len(places.row_offsets)):
+            of_row = self.of_row(r)
+            at = {**positions(r, 0), **of_row.uniform}
+            bases.append(of_row.growth.base(at, r, memos[of_row]))
+            of_row.growth.along(acc_s, r, places)
+        return bases
+
     def keys_of_row(self, places: wgmma.Places, at: dict[str, Any]) -> Bits:
         """The keys that a row of a thread sees, if the mask is `in_spans`.
 
@@ -305,8 +336,9 @@ class Elements:
         """That of neighbours in a row whose keys are all visible: each has positions, row, col."""
         if self.changes is None:
             return raw
+        factor = self.of_product
         scored = [
-            ({**at, "score": product * self.scale, "product": (product, self.scale)}, r, c)
+            ({**at, "score": product * factor, "product": (product, factor)}, r, c)
             for product, (at, r, c) in zip(raw, elements, strict=True)
         ]
         return self.changes.together(scored, memo[0], in_pairs)

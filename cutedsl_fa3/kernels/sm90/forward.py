@@ -78,6 +78,7 @@ from .exact import Again
 from .mainloop import END, MainLoop
 from .operands import Fragments, Io, fake_args, head_of, heads_last, heads_packed, rows_first
 from .summarise import Summarise
+from .units import Units
 
 if TYPE_CHECKING:
     from cutedsl_fa3.plans import Plan
@@ -96,7 +97,7 @@ class Work:
     batch: Int32
     elements: Elements
     runs: Runs
-    inside: Boolean | bool  # whether score functions read within their tensors, in full tiles
+    inside: Boolean | bool  # whether full tiles can do without care; see `Elements.inside`
 
 
 class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
@@ -327,8 +328,13 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         s, lengths = self.schedule, (self.seqlen_q(io), io.k[1].shape[0])
         variant, pairs = self.plan.variant, self.plan.pairs
         heads = head if s.pack == 1 else tuple(head * s.pack + each for each in of_pack)
-        place, bounded = (batch, heads), self.plan.bounded
-        elements = Elements(variant, io.captures, io.scale, place, lengths, pairs, bounded)
+        place, bounded, units = (batch, heads), self.plan.bounded, None
+        if self.plan.linear is not None:
+            uniform = {"b": batch, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+            units = Units(self.plan.linear, io.captures, io.scale, uniform, head, s.pack)
+        elements = Elements(
+            variant, io.captures, io.scale, place, lengths, pairs, bounded, units=units
+        )
         runs = elements.runs(m_block, s.queries, s.tile_n)
         full = runs if self.plan.by_tile else Runs((), runs.full, runs.ints)
         within = elements.inside(m_block, s.queries, s.tile_n, candidates(full))

@@ -7,7 +7,7 @@ One consumer's view of step j (MMAs are issued, then run while the warpgroup goe
     pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
 
 Tiles that need the element mask come first, in a loop of their own, and with them all tiles of a
-work tile for which a score function reads beside its tensors. Where the visible tiles follow
+work tile for which a score function reads beside its tensors, or leaves its units. Where the visible tiles follow
 from a few integers every role computes them (`along_runs`), and a warpgroup passes over the first
 ones as long as its own rows see none of their keys; where the producer decides tile by tile the
 consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the last.
@@ -175,8 +175,8 @@ class MainLoop:
         if cutlass.const_expr(first):
             self.complete("PV")
             slot_v.release()
-        self.modify(w, f, acc_s, n_block, masked, memos)
-        softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early)
+        bases = self.score(w, f, acc_s, n_block, masked, memos)
+        softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early, bases)
         if cutlass.const_expr(not first):
             self.complete("PV")
             slot_v.release()
@@ -205,8 +205,8 @@ class MainLoop:
         memos = self.ahead(w, f, n_block, masked)
         self.complete("QK")
         slot_k.release()
-        self.modify(w, f, acc_s, n_block, masked, memos)
-        softmax.step(wgmma.as_rows_cols(acc_s))
+        bases = self.score(w, f, acc_s, n_block, masked, memos)
+        softmax.step(wgmma.as_rows_cols(acc_s), 0, bases)
         f.round_p(acc_s)
         softmax.rescale(f.output)
         slot_v = ring_v.wait_and_advance()
@@ -218,6 +218,13 @@ class MainLoop:
     def ahead(self, w, f, n_block, masked):
         """What the score function reads for one tile: it waits for memory while products run."""
         return w.elements.ahead(f.queries, self.corner(w, n_block), masked)
+
+    def score(self, w, f, acc_s, n_block, masked, memos):
+        """As `modify`, but that scores may lack a base of each row: these, None for none."""
+        if not masked and w.elements.growth is not None:
+            return w.elements.grown(wgmma.as_rows_cols(acc_s), f.queries, self.corner(w, n_block))
+        self.modify(w, f, acc_s, n_block, masked, memos)
+        return None
 
     def modify(self, w, f, acc_s, n_block, masked, memos):
         """Score and mask of one tile, in place."""

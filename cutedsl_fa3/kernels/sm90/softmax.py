@@ -9,7 +9,8 @@
 `scale_log2` turns x into a base-2 logarithm: scale * log2(e) for raw products, so that the identity
 score costs one FMA, and log2(e) once a score function has scaled them. A row that has seen nothing
 has m = LOWEST, from which -inf is as far as from any other: exp2(-inf) = 0, so its row_sum stays 0.
-NaN is not hidden: max skips it, row_sum does not. A sink is one more logit that joins at the end:
+NaN is not hidden: max skips it, row_sum does not. Scores that lack a `base` (units.py) are compared
+with m, and weighed, as x + base: m - base takes the place of m in p. A sink is one more logit that joins at the end:
 it takes weight and has no value.
 
 Rows whose maximum is beyond FAR, such as rows of nothing but a finite stand-in for -inf, take
@@ -65,29 +66,28 @@ class OnlineSoftmax:
         self.row_max.fill(LOWEST)
         self.row_sum.fill(0.0)
 
-    def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
+    def step(
+        self, acc_s: cute.Tensor, early: int = 0, bases: Sequence[Float32] | None = None
+    ) -> None:
         """Replace scores by probabilities in place; set `alpha` for the rescale of acc_o.
 
-        `early` eighths of them come before whatever waits next (see `finished`).
+        `early` eighths of them come before whatever waits next (see `finished`). `bases`: what is
+        to be added to this thread's scores of each row.
 
         Shape: acc_s (rows, cols) of this thread.
         """
-        cols = cute.size(acc_s, mode=[1])
         for r in range(self.rows):
-            old = self.row_max[r]
-            chains = [old] * CHAINS
-            for c in range(cols):
-                chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], acc_s[r, c])
-            new = chains[0]
-            for chain in chains[1:]:
-                new = cute.arch.fmax(new, chain)
+            old, base = self.row_max[r], None if bases is None else bases[r]
+            new = _largest(acc_s, r, old if base is None else None)
+            if base is not None:
+                new = cute.arch.fmax(old, new + base)
             for lane in ROW_LANES:
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=lane))
             if self.lazy:
                 grown = (new - old) * self.scale_log2 > LEEWAY
                 new = select(grown, new, old)
             self.row_max[r] = new
-            shift, scale_log2 = self._near(new)
+            shift, scale_log2 = self._near(new if base is None else new - base)
             alpha = exp2((old - new) * self.scale_log2)
             self.row_sum[r] = self.row_sum[r] * alpha
             self._weigh(acc_s, r, lambda x, a=scale_log2, b=-shift: cute.math.fma(x, a, b), early)
@@ -191,6 +191,19 @@ class OnlineSoftmax:
         return shrink / joined, (highest + log2(joined)) * LN_2, absolute(highest), joined
 
 
+def _largest(acc_s: cute.Tensor, r: int, least: Float32 | None) -> Float32:
+    """The maximum of a row of acc_s, and of `least` if there is one."""
+    cols = cute.size(acc_s, mode=[1])
+    first = 0 if least is not None else CHAINS
+    chains = [acc_s[r, c] for c in range(first)] or [least] * CHAINS
+    for c in range(first, cols):
+        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], acc_s[r, c])
+    found = chains[0]
+    for chain in chains[1:]:
+        found = cute.arch.fmax(found, chain)
+    return found
+
+
 def zero_rows(acc_o: cute.Tensor, rows: Sequence[Boolean]) -> None:
     """Zeros in these rows; acc_o (rows, cols) of this thread."""
     for r, chosen in enumerate(rows):
@@ -221,7 +234,7 @@ def _held(logit: Float32) -> Float32:
 class Weights:
     """Weights that a variant's function has made of the scores; no row is normalised."""
 
-    def step(self, acc_s: cute.Tensor, early: int = 0) -> None:
+    def step(self, acc_s: cute.Tensor, early: int = 0, bases: None = None) -> None:
         """acc_s holds the weights already; `early` eighths of them come before the next wait.
 
         Shape: acc_s (rows, cols) of this thread.
