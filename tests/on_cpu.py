@@ -1,7 +1,7 @@
 """The device reader of graphs, run on CPU tensors: the compiler's host functions take its code.
 
 The special-function unit has no CPU counterpart, so its instructions are replaced by the compiler's
-own functions there; the formulas built on them stay.
+own functions there; the formulas built on them stay. A thread is a warp of its own there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ _EXACT: dict[str, Callable[..., Any]] = {
 }
 
 
+_OF_A_WARP: dict[str, Callable[..., Any]] = {
+    "shuffle_sync": lambda value, offset: value,
+    "shuffle_sync_bfly": lambda value, offset: value,
+    "vote_all_sync": lambda condition: condition,
+    "fmax": lambda a, b: lower.select((a > b) | (b != b), a, b),
+}
+
+
 @contextmanager
 def host_functions():
     """A scope in which the lowering uses functions that a CPU has."""
@@ -44,6 +52,8 @@ def host_functions():
             patch.setattr(cute.math, name, without_options(function))
             if name in ("sqrt", "rsqrt", "sin", "cos"):
                 patch.setitem(lower.LOWER, name, without_options(function))
+        for name, function in _OF_A_WARP.items():
+            patch.setattr(cute.arch, name, function)
         yield
 
 

@@ -44,6 +44,7 @@ from .rates import (
     ADDED,
     ADDRESS,
     ALONE,
+    BASE,
     BIT,
     BITS,
     CLAMPED,
@@ -75,6 +76,7 @@ from .rates import (
 if TYPE_CHECKING:
     from cutedsl_fa3.pipelines import Schedule
     from cutedsl_fa3.plans import Plan
+    from cutedsl_fa3.variant.linear import Linear
 
 ROWS = (0, 8)  # of a thread, below its first one; source: layouts/wgmma.py
 VARIES = ROW | COLUMN | ELEMENT
@@ -184,9 +186,20 @@ def _scores(plan: Plan, tally: Tally, masked: bool) -> None:
     graph = score_graph(plan)
     if graph is None:
         return
+    if plan.linear is not None and not masked:
+        _grown(plan.schedule, plan.linear, tally)
+        return
     reader = _Reader(graph, (Ref(graph.output),), plan, tally, of_score=True, masked=masked)
     for place in _places(plan.schedule):
         reader.names(place)
+
+
+def _grown(schedule: Schedule, linear: Linear, tally: Tally) -> None:
+    """An FMA a score but in the first column, and a base a row."""
+    for place in _places(schedule):
+        tally.once(("base", place.row), BASE)
+        if place.ahead_k and not linear.is_level:
+            tally.once(("grown", place), ADDED)
 
 
 def _masked(plan: Plan, tally: Tally) -> None:

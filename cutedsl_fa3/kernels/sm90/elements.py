@@ -52,9 +52,9 @@ class Elements:
 
     `scale_log2` turns what `apply` leaves in the accumulator into a base-2 logarithm: raw products
     are left as they are when there is no score function, so that the scale costs nothing;
-    `bounded` scores (see bounded.py) are base-2 logarithms already, and scores that grow evenly with
-    the key may have `units` of their own (see units.py). Without `bits` a mask is asked
-    for each element even where spans say all of it (bits.py): that takes fewer registers.
+    `bounded` scores (see bounded.py) are base-2 logarithms already, and scores that grow evenly
+    with the key may have `units` of their own (see units.py). Without `bits` a mask is asked for
+    each element even where spans say all of it (bits.py): that takes fewer registers.
     """
 
     def __init__(

@@ -7,10 +7,11 @@ One consumer's view of step j (MMAs are issued, then run while the warpgroup goe
     pingpong  warpgroups take turns to issue, so that one multiplies while another exponentiates
 
 Tiles that need the element mask come first, in a loop of their own, and with them all tiles of a
-work tile for which a score function reads beside its tensors, or leaves its units. Where the visible tiles follow
-from a few integers every role computes them (`along_runs`), and a warpgroup passes over the first
-ones as long as its own rows see none of their keys; where the producer decides tile by tile the
-consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the last.
+work tile for which a score function reads beside its tensors or leaves its units. Where the visible
+tiles follow from a few integers every role computes them (`along_runs`), and a warpgroup passes
+over the first ones as long as its own rows see none of their keys; where the producer decides tile
+by tile the consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the
+last.
 """
 
 from __future__ import annotations

@@ -9,9 +9,11 @@
 `scale_log2` turns x into a base-2 logarithm: scale * log2(e) for raw products, so that the identity
 score costs one FMA, and log2(e) once a score function has scaled them. A row that has seen nothing
 has m = LOWEST, from which -inf is as far as from any other: exp2(-inf) = 0, so its row_sum stays 0.
-NaN is not hidden: max skips it, row_sum does not. Scores that lack a `base` (units.py) are compared
-with m, and weighed, as x + base: m - base takes the place of m in p. A sink is one more logit that joins at the end:
+NaN is not hidden: max skips it, row_sum does not. A sink is one more logit that joins at the end:
 it takes weight and has no value.
+
+Scores of a tile may lack a base, one value a row (units.py): x + base is compared with m then, and
+m - base stands for m in p.
 
 Rows whose maximum is beyond FAR, such as rows of nothing but a finite stand-in for -inf, take
 p = exp2(x - m): m * scale_log2 is rounded to so few bits there that the exponents of equal scores

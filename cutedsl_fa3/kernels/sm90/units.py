@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.pipelines.roles import WARP
@@ -58,10 +58,9 @@ class Units:
         for each in heads:
             most = Lowering(linear.most, captures, {**uniform, "h": each})
             self.fits = self.fits & (most.uniform[linear.most.output] < MOST)
-        if pack > 1:
-            self.fits = cute.arch.vote_all_sync(self.fits)
-        self.size = select(self.fits, scale, Float32(1.0))
-        self.in_one = select(self.fits, _inverse(scale), Float32(1.0))
+        self.fits = cute.arch.vote_all_sync(self.fits)
+        self.size = _kept(select(self.fits, scale, Float32(1.0)))
+        self.in_one = _kept(select(self.fits, _inverse(scale), Float32(1.0)))
         self.of_product = select(self.fits, Float32(1.0), scale)
 
 
@@ -86,6 +85,11 @@ class Growth:
     def base(self, at: Mapping, row: int, memo: dict) -> Float32:
         """The base of a row, whose first element is `at`."""
         return Float32(self.rest.at(at, row, 0, memo))
+
+
+def _kept(value: Float32) -> Float32:
+    """The same value, of which ptxas cannot see how to make it anew in each tile."""
+    return cute.arch.shuffle_sync(value, offset=0)
 
 
 def _inverse(scale: Float32) -> Float32:
