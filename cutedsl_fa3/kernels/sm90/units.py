@@ -60,7 +60,7 @@ class Units:
             self.fits = self.fits & (most.uniform[linear.most.output] < MOST)
         self.fits = cute.arch.vote_all_sync(self.fits)
         self.size = _kept(select(self.fits, scale, Float32(1.0)))
-        self.in_one = _kept(select(self.fits, _inverse(scale), Float32(1.0)))
+        self.in_one = _inverse(self.size)
         self.of_product = select(self.fits, Float32(1.0), scale)
 
 
