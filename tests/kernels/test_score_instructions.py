@@ -29,7 +29,7 @@ LENGTHS = named.Lengths(heads=16, seqlen_q=8192, seqlen_k=8192)
 # from the diagonal, so half of a bias is loaded, and one more pair at the tile's edge.
 COSTS = {
     "causal": {"RCP": 0.0, "EX2": 1.0, "TANH": 0.0, "LDG": 0.0, "more": 0.0},
-    "alibi": {"RCP": 0.0, "EX2": 1.0, "TANH": 0.0, "LDG": 0.0, "more": 1.75},
+    "alibi": {"RCP": 0.0, "EX2": 1.0, "TANH": 0.0, "LDG": 0.0, "more": 1.45},
     "bias": {"RCP": 0.0, "EX2": 1.0, "TANH": 0.0, "LDG": 0.5, "more": 2.21},
     "softcap:30": {"RCP": 0.0, "EX2": 1.0, "TANH": 1.0, "LDG": 0.0, "more": -0.4},
     "sigmoid": {"RCP": 1 / MOST["sigmoid"], "EX2": 1.0, "TANH": 0.0, "LDG": 0.0, "more": 1.3},

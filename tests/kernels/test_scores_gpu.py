@@ -110,3 +110,46 @@ def test_alibi_is_that_of_the_reference_with_slopes_of_any_sign(mask):
     q, k, v = (torch.randn(1, 700, 4, 64, device="cuda").bfloat16() for _ in range(3))
     hold(q, k, v, Variant(scores.alibi(slopes), mask))
     hold(q, k, v, Variant(lambda s, b, h, q, k: s + slopes[h] * (k - q), mask))
+
+
+def distant(slopes):
+    """ALiBi as it is mostly written."""
+    return lambda s, b, h, q, k: s + slopes[h] * (k - q)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-25, 0.03, 1.0, 3.0])
+def test_alibi_is_that_of_the_reference_at_every_scale(scale):
+    """Up to 1 in units of the product; beyond, and where it is next to nothing, in natural ones."""
+    slopes = torch.tensor([0.7, -0.01, 1e-4, 0.0], device="cuda")
+    q, k, v = (torch.randn(1, 700, 4, 64, device="cuda").bfloat16() for _ in range(3))
+    for mask in (None, masks.causal):
+        hold(q, k, v, Variant(distant(slopes), mask), scale)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 1], ids=["a head a tile", "packed"])
+@pytest.mark.parametrize("slope", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e6], ids=str)
+def test_a_slope_beyond_all_use_is_that_of_its_own_head(slope, kv_heads):
+    slopes = torch.linspace(0.1, 0.8, 8, device="cuda")
+    slopes[3] = slope
+    q = torch.randn(1, 40, 8, 64, device="cuda").bfloat16()
+    k, v = (torch.randn(1, 700, kv_heads, 64, device="cuda").bfloat16() for _ in range(2))
+    hold(q, k, v, Variant(scores.alibi(slopes), masks.causal))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_far_before_every_query_weigh_as_near_ones_do(dim):
+    """Scores are 5,000 or more below 0, all that a row sees."""
+    slopes = torch.tensor([0.25, 0.5], device="cuda")
+    q = torch.randn(1, 200, 2, dim, device="cuda").bfloat16()
+    k, v = (torch.randn(1, 22_000, 2, dim, device="cuda").bfloat16() for _ in range(2))
+    offset = torch.tensor(20_000, device="cuda")
+    score = lambda s, b, h, q, k: s + slopes[h] * (k - q - offset)  # noqa: E731
+    hold(q, k, v, Variant(score, lambda b, h, q, k: k <= q + 1000))
+
+
+def test_values_that_are_not_finite_reach_the_rows_of_alibi_that_see_them_alone():
+    """The rows that a hidden one would spoil are computed again, in the same units."""
+    slopes = torch.tensor([0.3, 0.01], device="cuda")
+    q, k, v = (torch.randn(1, KEYS, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    v[0, 300, 0, 5] = math.nan
+    hold(q, k, v, Variant(distant(slopes), masks.causal))
