@@ -131,7 +131,7 @@ SCALED: Counts = {"FMUL": 1}  # a raw product times the scale
 ADDED: Counts = {"FFMA": 1}  # something added to a product
 DISTANCE: Counts = {"FADD": 1}  # a float that grows evenly with q and k (variant/distances.py)
 # Of a row whose scores lack a base (kernels/sm90/units.py), which the maximum meets twice.
-BASE: Counts = {"FFMA": 1, "FMUL": 1, "FADD": 1.5, "I2FP": 0.5}
+BASE: Counts = {"FFMA": 1, "FMUL": 1, "FADD": 1.5}
 POSITION: Counts = {"VIADD": 1}  # a position, or an integer at a fixed distance from another
 DIVISOR: Counts = _RECIPROCAL
 HIDDEN: Counts = {"FSEL": 1}  # -inf where a condition of the mask does not hold
