@@ -183,11 +183,17 @@ def _warp_uniform(node: Node, args: list[Any], warp: Any) -> Any:
 
 @names("nvvm.vote.sync")
 def _vote(node: Node, args: list[Any], warp: Any) -> Any:
+    """Where lanes vote "all" on what is not computed, all warps have the same outcome: kernels ask so
+    what is true or false of a work tile (kernels/sm90/units.py). Both are looked at.
+    """
     value = args[-1]
+    kind = re.search(r"vote_sync_kind (\w+)", node.attrs)[1]
+    if value is UNKNOWN and kind == "all":
+        warp.guesses.add(id(node))
+        return int(warp.taken)
     if value is UNKNOWN:
         return UNKNOWN
     votes = (spread(value) != 0) & warp.mask
-    kind = re.search(r"vote_sync_kind (\w+)", node.attrs)[1]
     if kind == "ballot":
         return wrap(int(sum(1 << lane for lane in range(WARP) if votes[lane])), 32)
     if kind == "any":

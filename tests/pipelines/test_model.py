@@ -67,7 +67,9 @@ def test_no_shipped_forward_can_hang_race_or_lose_a_tile(plan: Plan) -> None:
         assert visited >= set(range(turn + 1))
 
 
-@pytest.mark.parametrize(("kind", "pack"), [("nothing", 16), ("gated", 4), ("documents", 2)])
+@pytest.mark.parametrize(
+    ("kind", "pack"), [("nothing", 16), ("gated", 4), ("documents", 2), ("light", 8)]
+)
 def test_tiles_of_several_heads_hang_race_and_lose_no_more(kind: str, pack: int) -> None:
     plan = Plan.default(configs.kinds()[kind], Problem("bf16", 64, 64))
     plan = replace(plan, schedule=replace(plan.schedule, pack=pack))
