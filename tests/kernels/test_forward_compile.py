@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from sound import assert_sound
 
 from cutedsl_fa3 import Variant, configs, contract, masks
@@ -86,6 +87,22 @@ def test_every_overlap_compiles_at_both_ends_of_the_depths_that_fit(head_dim, ov
     """The depths between them differ in two constants; 2 is that of the table."""
     stages = 1 if depth == "shallowest" else min(4, deepest(head_dim))
     assert_sound(overlapped(head_dim, overlap, stages))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "mask",
+    [masks.documents(torch.arange(64) // 8), masks.window(1024, 0), None],
+    ids=["documents", "window", "full"],
+)
+def test_units_of_the_product_take_no_register_that_is_missed(mask, head_dim):
+    """Tiles decided one by one, small ones, and any; contracts hold causal ones."""
+    slopes = torch.linspace(0.1, 0.8, 8)
+    variant = Variant(lambda s, b, h, q, k: s + slopes[h] * (k - q), mask)
+    plan = Plan.default(variant, Problem("bf16", head_dim, head_dim))
+    assert plan.linear is not None
+    assert_sound(plan)
 
 
 @pytest.mark.parametrize("stages", range(1, 9))

@@ -187,3 +187,29 @@ def test_rows_that_have_seen_nothing_take_what_comes():
     raw[..., :16] = -math.inf
     raw[:, 0, :40] = -math.inf
     Row(along, torch.tensor([0.0, -50.0, 0.0])).hold(raw)
+
+
+@pytest.mark.parametrize("pack", [2, 8, 64])
+def test_every_head_of_a_pack_is_asked_by_some_lane(pack, monkeypatch):
+    """So that all warps of a tile take the same way, whatever the heads of their rows are."""
+    slopes = torch.full((2 * pack,), 0.5)
+    row = Row(distant, slopes)
+    odd = torch.arange(pack, 2 * pack)
+    fits = torch.zeros(len(odd), 32)
+    given = slopes.repeat(len(odd), 1)
+    given[torch.arange(len(odd)), odd] = math.inf
+
+    def write(i, captures, results):
+        zero = i * 0
+        lanes, (each,) = results[0], captures
+        for lane in range(32):
+            monkeypatch.setattr(cute.arch, "lane_idx", lambda lane=lane: zero + lane)
+            uniform = {"b": zero, "seqlen_q": zero + 16, "seqlen_k": zero + KEYS}
+            units = Units(
+                row.plan.linear, (each[i, None],), Float32(0.125), uniform, zero + 1, pack
+            )
+            lanes[i, lane] = select(units.fits, Float32(1.0), Float32(0.0))
+
+    for_each(len(odd), [given], [fits], write)
+    assert (fits == 0.0).any(1).all()
+    assert ((fits == 0.0).sum(1) == 32 // min(pack, 32)).all()
