@@ -183,8 +183,8 @@ def _warp_uniform(node: Node, args: list[Any], warp: Any) -> Any:
 
 @names("nvvm.vote.sync")
 def _vote(node: Node, args: list[Any], warp: Any) -> Any:
-    """Where lanes vote "all" on what is not computed, all warps have the same outcome: kernels ask so
-    what is true or false of a work tile (kernels/sm90/units.py). Both are looked at.
+    """Where lanes vote "all" on what is not computed, all warps have the same outcome: kernels ask
+    so what is true or false of a work tile (kernels/sm90/units.py). Both are looked at.
     """
     value = args[-1]
     kind = re.search(r"vote_sync_kind (\w+)", node.attrs)[1]

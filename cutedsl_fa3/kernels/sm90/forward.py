@@ -33,8 +33,8 @@ the values of captured tensors or on more than bounds of k, the producer alone d
 
 Where a change goes: another score, mask, softmax or epilogue is a Variant and needs no kernel code;
 what happens to an element between the two products is elements.py, units.py and softmax.py, the
-order of the products mainloop.py, the way of O to memory epilogue.py; another operand is a tile, a ring that
-carries it, and two lines in the roles.
+order of the products mainloop.py, the way of O to memory epilogue.py; another operand is a tile, a
+ring that carries it, and two lines in the roles.
 """
 
 from __future__ import annotations
