@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .ledger.rates import SMS
-from .pipelines import PACKS, Overlap, Schedule, Store
+from .pipelines import MAX_HEAD_GROUP, PACKS, Overlap, Schedule, Store
 from .problem import DTYPES, Problem
 from .variant import Variant
 from .variant.describe import differs_by_head, most_edges, most_spans
@@ -42,8 +42,8 @@ class Row:
     """A schedule for tiles of up to these head sizes, for variants that need no more than `needs`.
 
     With `masked` it is for variants with a mask alone, or without one; with `keys` for no fewer and
-    no more keys than these. `record` is the file in notebooks/data that chose it, `why` what that
-    says.
+    no more keys than these; `narrow` is for variants with a mask. `record` is the file in
+    notebooks/data that chose it, `why` what that says.
     """
 
     head_dim: int
@@ -61,6 +61,7 @@ class Row:
     masked: bool | None = None
     keys: tuple[int, int] | None = None
     record: str = ""
+    narrow: bool = False
 
     def serves(self, problem: Problem, level: str, masked: bool, seqlen_k: int | None) -> bool:
         """Whether it is for such a call; `seqlen_k` None is any length."""
@@ -88,6 +89,7 @@ class Row:
             store=self.store,
             early=self.early,
             lazy=self.lazy,
+            narrow=self.narrow and masked,
         )
 
 
@@ -99,7 +101,7 @@ MUCH = 8  # operations on floats, beyond which a score counts as "much"
 
 # Head sizes, needs; tile_m, tile_n, consumers, overlap; early, store, lazy; why.
 TABLE = (
-    Row(64, 64, "light", 192, 128, 3, "both", 0, "tma", False, "early 4 0.97; lazy 0.99"),
+    Row(64, 64, "light", 192, 128, 3, "both", 0, "tma", False, "narrow off 0.99", narrow=True),
     Row(64, 64, "weights", 192, 96, 3, "both", 0, "tma", False, "sigmoid 0.63 ms; 128 x 128: 0.67"),
     Row(64, 64, "uniform", 64, 64, 1, "none", 0, "tma", False, "window 0.17 ms; 128: 0.19", 4),
     Row(64, 64, "tables", 192, 96, 3, "both", 0, "tma", False, "bias 0.69 ms; 128 x 128: 0.79"),
@@ -109,7 +111,9 @@ TABLE = (
     Row(96, 96, "uniform", 128, 128, 2, "intra", 2, "tma", False, "tile_n 160: 0.98, 192: 0.99"),
     Row(96, 96, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills in fp16"),
     Row(96, 96, "much", 128, 96, 2, "intra", 2, "tma", False, "not tuned anew"),
-    Row(128, 128, "uniform", 128, 128, 2, "intra", 1, "tma", False, "early 2 0.99; 0 0.98"),
+    Row(128, 128, "nothing", 128, 128, 2, "intra", 1, "tma", False, "narrow off 0.98", narrow=True),
+    Row(128, 128, "light", 128, 128, 2, "intra", 2, "tma", True, "lazy off 0.97"),
+    Row(128, 128, "uniform", 128, 128, 2, "intra", 1, "tma", False, "early 2 0.99", narrow=True),
     Row(128, 128, "tables", 128, 128, 2, "both", 0, "tma", True, "bias: lazy off 0.98, intra 0.94"),
     Row(128, 64, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills in fp16"),
     Row(128, 128, "elements", 128, 128, 2, "intra", 2, "tma", False, "documents 0.30 ms; 96: 0.32"),
@@ -129,6 +133,7 @@ TABLE = (
 # are the tiles of a work tile, and four that are under way at a time fill each other's first and
 # last steps. Larger tiles need many keys to pay for what the first and the last of them cost.
 FEW, MORE, MANY = (0, 1024), (4096, MOST_KEYS), (8192, MOST_KEYS)
+SEVERAL = (2049, MANY[0] - 1)
 SPECIAL = (
     Row(64, 64, "weights", 64, 64, 1, "none", 0, "tma", False, "368; 192 x 128: 319", 4, True, FEW),
     Row(64, 64, "nothing", 192, 128, 3, "both", 0, "tma", True, "lazy off 0.99", 1, False, MANY),
@@ -136,14 +141,21 @@ SPECIAL = (
     Row(96, 96, "nothing", 192, 96, 3, "intra", 2, "tma", True, "both 0.98, 1.00", 1, False),
     Row(128, 128, "nothing", 128, 128, 2, "intra", 2, "tma", False, "early 1 0.99", 1, False),
     Row(128, 128, "nothing", 128, 160, 2, "intra", 2, "tma", False, "128: 0.99", 1, True, MANY),
+    Row(
+        128, 128, "nothing", 128, 128, 2, "intra", 1, "tma", False, "narrow 0.99", 1, True, SEVERAL
+    ),
 )
 
 # Heads side by side where the mask skips tiles, so that their K and V stay in L2 together: causal
 # at d64 509 (one head after the other: 487), at d128 646 (629), in the same record; fewer where
 # theirs would be more than L2_BYTES: 4 heads 1.015 at d128 with 16,384 keys, 2 heads 1.019 with
 # 32,768 and 1.018 at d256 with 16,384, no gain with half of the keys; 0.96 at d96 with 16,384.
+# More than 8 while all their K and V are no more than SHORT_BYTES, since the last group's longest
+# tiles start late: with 1024 keys 16 heads 1.026 at d256, 64 heads 1.033 at d64, 16 and 32 heads
+# 1.003 and 0.996 at d128; with 2048 keys 16 heads 1.010 at d128 (of 32 MiB: 1.010; 64: 0.95).
 HEAD_GROUP = 8
 L2_BYTES = 48 << 20  # of an H100's or H200's 50 MB
+SHORT_BYTES = 16 << 20
 
 # Heads share tiles where that leaves at most so many of a CTA's turns. Each work tile reads all
 # keys that it sees, however few of its rows are queries: with two turns for one, few queries take
@@ -226,13 +238,19 @@ def schedule_for(variant: Variant, problem: Problem, extents: Extents) -> Schedu
 
 
 def head_group(problem: Problem, extents: Extents) -> int:
-    """How many heads are side by side: up to HEAD_GROUP, whose K and V fit in L2_BYTES."""
+    """How many heads are side by side: HEAD_GROUP, fewer with many keys and more with few."""
     element = DTYPES[problem.dtype].itemsize
     head = extents.seqlen_k * (problem.head_dim + problem.head_dim_v) * element
     shared = max(1, extents.heads // max(1, extents.kv_heads))
+
+    def occupied(heads: int) -> int:
+        return -(-heads // shared) * head
+
     group = HEAD_GROUP
-    while group > 1 and -(-group // shared) * head > L2_BYTES:
+    while group > 1 and occupied(group) > L2_BYTES:
         group //= 2
+    while group < MAX_HEAD_GROUP and occupied(2 * group) <= SHORT_BYTES:
+        group *= 2
     return group
 
 

@@ -56,7 +56,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "tile_n": (48, 64, 80, 96, 112, 128, 144, 160, 176),
     "stages": (1, 2, 3, 4),
     "consumers": (1, 2, 3),
-    "head_group": (1, 2, 4, 8, 16),
+    "head_group": (1, 2, 4, 8, 16, 32, 64),
     "persistent": (False, True),
     "residents": (1, 2, 3, 4),
     "store": ("tma", "direct"),
@@ -64,6 +64,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "lazy": (False, True),
     "pack": PACKS,
     "p_from": get_args(Source),
+    "narrow": (False, True),
 }
 # 64 rows for each consumer warpgroup; clusters are for variants without a mask alone.
 NOT_TRIED = ("tile_m", "cluster")

@@ -26,6 +26,7 @@ ROWS = 64  # rows of one warpgroup's instruction
 WARPGROUP = 128  # threads
 ROW_LANES = (1, 2)  # butterfly distances of the lanes that hold a row together
 ROWS_HELD = 2  # rows of an instruction that one thread holds
+DEPTH = 16  # 16-bit columns of A that an instruction multiplies
 MAX_N = 256
 
 
@@ -88,15 +89,22 @@ def accumulator(mma: cute.TiledMma, rows: int, cols: int) -> cute.Tensor:
 
 
 def issue(
-    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, *, accumulate: bool
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    *,
+    accumulate: bool,
+    steps: int | None = None,
 ) -> None:
     """Issue acc (+)= a @ b as one committed group; nothing waits.
 
+    `steps`: only so many instructions of DEPTH columns of a, from the first.
     The caller orders register operands with `warpgroup.fence()` before, and `wait_group` after.
     """
     atom = cute.make_mma_atom(mma.op)  # local: state set on the caller's atom would escape a loop
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in range(cute.size(a, mode=[2])):
+    for k in range(cute.size(a, mode=[2]) if steps is None else steps):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
@@ -217,4 +225,4 @@ def _trade(words: list, a: int, b: int, distance: int, upper: cutlass.Boolean) -
 
 def instructions(rows: int, n: int, k: int, warpgroups: int) -> tuple[str, int]:
     """The SASS mnemonic prefix of an rows x n x k product and how often one warpgroup issues it."""
-    return f"HGMMA.{ROWS}x{n}x16", (rows // (ROWS * warpgroups)) * (k // 16)
+    return f"HGMMA.{ROWS}x{n}x{DEPTH}", (rows // (ROWS * warpgroups)) * (k // DEPTH)

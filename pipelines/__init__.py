@@ -12,7 +12,7 @@ from .roles import (
     check_registers,
     launch_registers,
 )
-from .schedule import PACKS, Overlap, Schedule, ScheduleError, Source, Store
+from .schedule import MAX_HEAD_GROUP, PACKS, Overlap, Schedule, ScheduleError, Source, Store
 from .tickets import draw, drawn_tile
 from .tile_order import MAX_GRID, TileOrder
 
@@ -20,6 +20,7 @@ __all__ = [
     "CP_ASYNC_BUDGETS",
     "DRAWING_BUDGETS",
     "MAX_GRID",
+    "MAX_HEAD_GROUP",
     "PACKS",
     "TMA_BUDGETS",
     "AccumulatorRing",

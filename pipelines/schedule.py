@@ -12,8 +12,7 @@ Source = Literal["registers", "shared"]
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # the 64 rows of a consumer warpgroup are whole queries then
 
-# Keeps TileOrder's products in 32 bits: 2^31 rows are 2^25 tiles of 64, times 32 heads.
-MAX_HEAD_GROUP = 32
+MAX_HEAD_GROUP = 64  # more share no more of L2: 128 took 1.03 to 1.4 times as long (tried.md)
 
 
 class ScheduleError(ValueError):
@@ -60,6 +59,9 @@ class Schedule:
     base 2. `pack`: query heads of one key head that share a tile, row by row (row = query * pack +
     head), so that few queries fill it too; a tile has `queries` of them then. `p_from`: the second
     product reads P from "registers", or from "shared" memory, which leaves registers for the rest.
+    `narrow`: with "intra" or "both" and tile_n by 32, a warpgroup whose rows see nothing of half of
+    a tile of keys multiplies the other half: of its first tile the first half, and of a later tile
+    that needs the mask the second. Tiles that are decided one by one are multiplied whole.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -79,6 +81,7 @@ class Schedule:
     residents: int = 1
     pack: int = 1
     p_from: Source = "registers"
+    narrow: bool = False
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -108,7 +111,7 @@ class Schedule:
             "two extents of 1, 2 or 4 in a tuple, with a product of at most 8",
         )
         need(1 <= self.head_group <= MAX_HEAD_GROUP, "head_group", f"1 to {MAX_HEAD_GROUP}")
-        for field in ("persistent", "lazy"):
+        for field in ("persistent", "lazy", "narrow"):
             need(isinstance(getattr(self, field), bool), field, "True or False")
         need(1 <= self.residents <= 4, "residents", "1 to 4")
         need(0 <= self.early <= 8, "early", "0 to 8")
@@ -129,6 +132,11 @@ class Schedule:
         return self.overlap in ("intra", "both")
 
     @property
+    def halves(self) -> bool:
+        """Whether half of a tile of keys may be multiplied: `narrow`, where halves are by 16."""
+        return self.narrow and self.intra and self.tile_n % 32 == 0
+
+    @property
     def pingpong(self) -> bool:
         """Whether consumer warpgroups take turns."""
         return self.overlap in ("pingpong", "both")
@@ -142,4 +150,5 @@ class Schedule:
             f"early {self.early}/8, rescale {'lazy' if self.lazy else 'always'}"
             f"{f', {self.pack} heads in a tile' if self.pack > 1 else ''}"
             f"{', P in shared memory' if self.p_from == 'shared' else ''}"
+            f"{', halves of tiles' if self.halves else ''}"
         )

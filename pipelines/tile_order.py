@@ -36,8 +36,8 @@ class TileOrder:
 
     def at(self, index: Int, m_blocks: Int, heads: Int, smaller: object = min) -> tuple[Int, Int]:
         """The (m_block, head) of the CTA `index`; `smaller` is the minimum of two such integers."""
-        groups = (heads + self.head_group - 1) // self.head_group
-        widest = (heads + groups - 1) // groups
+        groups = (heads - 1) // self.head_group + 1
+        widest = (heads - 1) // groups + 1
         group = index // (m_blocks * widest)
         inside = index - group * m_blocks * widest
         first = group * widest

@@ -55,17 +55,6 @@ class Runs:
             before = ints.add(before, count)
         return 0 if block is None else block
 
-    def has(self, n_block: Any) -> Any:
-        """Whether a tile is among those to visit."""
-        ints = self.ints
-        found: Any = False
-        for start, count in (*self.partial, *self.full):
-            inside = ints.and_(
-                ints.not_(ints.less(n_block, start)), ints.less(n_block, ints.add(start, count))
-            )
-            found = ints.or_(found, inside)
-        return found
-
 
 def _sum(ints: Integers, runs: Sequence[Span]) -> Any:
     total: Any = 0
@@ -308,12 +297,12 @@ def classify(
     captures: Sequence[torch.Tensor] = (),
 ) -> str:
     """What the rows of a tile see of the keys first to last (inclusive): full, partial, empty."""
-    found = key_sets(mask, tile, PythonIntegers(captures))
+    ints = PythonIntegers(captures)
+    found = key_sets(mask, tile, ints)
     first, last = keys
-
-    def meets(part: KeySet) -> bool:
-        return any(low <= last and first < high for low, high in spans(part, tile.seqlen_k))
-
-    if not meets(found.possible):
+    seen, unseen = (
+        part.meets(first, last + 1, tile.seqlen_k, ints) for part in (found.possible, found.hidden)
+    )
+    if not seen:
         return "empty"
-    return "partial" if meets(found.hidden) or last >= tile.seqlen_k else "full"
+    return "partial" if unseen or last >= tile.seqlen_k else "full"

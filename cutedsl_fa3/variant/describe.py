@@ -201,6 +201,11 @@ def ever_full(mask: Graph | None) -> bool:
     return key_sets(mask, _TILE, TextIntegers()).hidden.left is not _TILE.seqlen_k
 
 
+def sees_first_keys(mask: Graph | None) -> bool:
+    """Whether the keys that a tile of queries may see begin with the first of the sequence."""
+    return key_sets(mask, _TILE, TextIntegers()).possible.left is not None
+
+
 def _visited(keys: KeySet, ints: TextIntegers) -> str:
     if keys.left is _TILE.seqlen_k:
         return "every k"

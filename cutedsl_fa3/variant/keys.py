@@ -43,6 +43,19 @@ class KeySet:
     right: Any = None
     middles: tuple[Span, ...] = ()
 
+    def meets(self, first: Any, end: Any, seqlen_k: Any, ints: Integers) -> Any:
+        """Whether a key from `first`, 0 or more, to below `end` and `seqlen_k` is in the set."""
+        end = ints.minimum(end, seqlen_k)
+        found: Any = False
+        if self.left is not None:
+            found = ints.less(first, ints.minimum(self.left, end))
+        for low, high in self.middles:
+            inside = ints.less(ints.maximum(low, first), ints.minimum(high, end))
+            found = ints.or_(found, inside)
+        if self.right is not None:
+            found = ints.or_(found, ints.less(ints.maximum(self.right, first), end))
+        return found
+
 
 @dataclass(frozen=True)
 class Keys:

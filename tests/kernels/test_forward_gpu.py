@@ -102,6 +102,38 @@ def test_p_from_shared_memory_gives_the_same_bits(dim, overlap):
         assert all(torch.equal(a, b) for a, b in zip(from_registers, found, strict=True))
 
 
+HALVED = {  # masks whose tiles have halves that a warpgroup does not see, at either end
+    "none": None,
+    "causal": masks.causal,
+    "window": masks.window(200, 0),
+    "both sides": masks.window(100, 70),
+    "prefix": masks.prefix(130),
+    "ahead": masks.window(-1, 40),
+    "not the first": lambda b, h, q, k: (k > 70) & (k <= q),
+}
+
+
+@pytest.mark.parametrize(
+    ("dim", "rows", "keys", "pack", "overlap"),
+    [
+        (64, 192, 128, 1, "both"),
+        (128, 128, 128, 1, "intra"),
+        (128, 128, 128, 4, "intra"),
+        (128, 128, 96, 1, "both"),
+    ],
+)
+@pytest.mark.parametrize("name", list(HALVED))
+def test_halves_of_tiles_give_the_bits_of_whole_ones(name, dim, rows, keys, pack, overlap):
+    """What is left out are products with zeros, and sums of zeros."""
+    whole = Schedule(rows, keys, 2, rows // 64, overlap, pack=pack, persistent=True)
+    variant = fa3.Variant(mask=HALVED[name])
+    for seqlen_q, seqlen_k in ((1000, 1000), (130, 1090), (64, 70)):
+        q, k, v = drawn(1, seqlen_q, seqlen_k, 4, 1, dim)
+        expected = fa3.attention_with_lse(q, k, v, variant, schedule=whole)
+        found = check(q, k, v, variant, replace(whole, narrow=True))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 @pytest.mark.parametrize("dims", [(64, 128), (128, 64)])
 def test_values_may_have_another_head_size(dims):
     check(*drawn(1, 200, 300, 2, 2, *dims), fa3.Variant(mask=masks.causal))

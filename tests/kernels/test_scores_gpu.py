@@ -33,7 +33,8 @@ def hold(q, k, v, variant, scale=None) -> torch.Tensor:
     exact = reference.attention(q, k, v, variant, scale=scale, dtype=torch.float64)
     assert torch.equal(out.isnan(), exact.isnan())
     known = ~exact.isnan()
-    error = (plain(q, k, v, variant, scale).double() - exact)[known].abs().max()
+    errors = (plain(q, k, v, variant, scale).double() - exact)[known].abs()
+    error = errors[errors.isfinite()].max()  # torch multiplies hidden values, and 0 * NaN is NaN
     allowed = 2 * error + torch.finfo(q.dtype).eps * exact[known].abs().max()
     assert (out.double() - exact)[known].abs().max() <= allowed
     return out

@@ -38,8 +38,8 @@ def test_the_default_is_valid():
         ({"cluster": (2,)}, r"cluster = \(2,\): two extents of 1, 2 or 4"),
         ({"cluster": (3, 1)}, r"cluster = \(3, 1\): two extents"),
         ({"cluster": (4, 4)}, r"cluster = \(4, 4\): .*product of at most 8"),
-        ({"head_group": 0}, r"head_group = 0: 1 to 32"),
-        ({"head_group": 33}, r"head_group = 33: 1 to 32"),
+        ({"head_group": 0}, r"head_group = 0: 1 to 64"),
+        ({"head_group": 65}, r"head_group = 65: 1 to 64"),
         ({"persistent": 1}, r"persistent = 1: True or False"),
         ({"persistent": "yes"}, r"persistent = 'yes': True or False"),
         ({"persistent": None}, r"persistent = None: True or False"),
@@ -53,6 +53,7 @@ def test_the_default_is_valid():
         ({"pack": 128}, r"pack = 128: one of"),
         ({"lazy": 0}, r"lazy = 0: True or False"),
         ({"lazy": None}, r"lazy = None: True or False"),
+        ({"narrow": 1}, r"narrow = 1: True or False"),
     ],
     ids=str,
 )

@@ -12,9 +12,9 @@ from cutlass.cute.runtime import from_dlpack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutedsl_fa3.pipelines import MAX_GRID, TileOrder
+from cutedsl_fa3.pipelines import MAX_GRID, MAX_HEAD_GROUP, TileOrder
 
-groups = st.integers(1, 32)
+groups = st.integers(1, MAX_HEAD_GROUP)
 
 
 def walk(group: int, m_blocks: int, heads: int) -> list[tuple[int, int]]:

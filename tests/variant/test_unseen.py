@@ -12,7 +12,7 @@ from test_bounds import FAMILIES, visible
 from cutedsl_fa3 import masks
 from cutedsl_fa3.layouts import wgmma
 from cutedsl_fa3.variant import Variant
-from cutedsl_fa3.variant.bounds import PythonIntegers, Runs, visit_runs
+from cutedsl_fa3.variant.bounds import PythonIntegers, visit_runs
 from cutedsl_fa3.variant.keys import QueryTile, key_sets
 from cutedsl_fa3.variant.tiles import by_tile
 
@@ -25,17 +25,24 @@ class WorkTile:
     def __init__(self, mask, consumers: int, m_block: int, lengths: tuple, tile_n: int) -> None:
         self.variant, self.consumers, self.tile_n = Variant(mask=mask), consumers, tile_n
         self.m_block, (self.seqlen_q, self.seqlen_k) = m_block, lengths
-        self.runs = self.runs_of(m_block, ROWS * consumers)
+        ints = PythonIntegers(self.variant.captures)
+        keys = key_sets(self.variant.mask, self.rows(m_block, ROWS * consumers), ints)
+        self.runs = visit_runs(keys, tile_n, self.seqlen_k, ints)
         self.visits = [self.runs.n_block(j) for j in range(self.runs.n_total)]
 
     def rows(self, block: int, size: int) -> QueryTile:
         last = min((block + 1) * size, self.seqlen_q) - 1
         return QueryTile(block * size, last, 0, 0, self.seqlen_q, self.seqlen_k)
 
-    def runs_of(self, block: int, size: int) -> Runs:
+    def meets(self, group: int, n_block: int, half: int | None = None) -> bool:
+        """The rule of `MainLoop.sees`."""
         ints = PythonIntegers(self.variant.captures)
-        keys = key_sets(self.variant.mask, self.rows(block, size), ints)
-        return visit_runs(keys, self.tile_n, self.seqlen_k, ints)
+        keys = key_sets(self.variant.mask, self.rows(self.strip(group), ROWS), ints).possible
+        first, count = n_block * self.tile_n, self.tile_n
+        if half is not None:
+            count //= 2
+            first += half * count
+        return keys.meets(first, first + count, self.seqlen_k, ints)
 
     def strip(self, group: int) -> int:
         return self.m_block * self.consumers + group
@@ -45,18 +52,17 @@ class WorkTile:
 
     def passed_over(self, group: int) -> int:
         """How many tiles, from the first on."""
-        runs, inside = self.runs_of(self.strip(group), ROWS), self.inside(group)
-        j = 0
-        while j < len(self.visits) and not (inside and runs.has(self.visits[j])):
+        inside, j = self.inside(group), 0
+        while j < len(self.visits) and not (inside and self.meets(group, self.visits[j])):
             j += 1
         return j
 
-    def seen(self, group: int) -> set[int]:
-        """The key tiles of which this warpgroup's rows see an element."""
+    def seen(self, group: int, keys: int | None = None) -> set[int]:
+        """The key tiles, or runs of so many keys, of which this warpgroup's rows see an element."""
         if not self.inside(group):
             return set()
         any_row = visible(self.variant, self.rows(self.strip(group), ROWS)).any(0)
-        return set((any_row.nonzero()[:, 0] // self.tile_n).tolist())
+        return set((any_row.nonzero()[:, 0] // (keys or self.tile_n)).tolist())
 
     def turns(self, group: int, intra: bool) -> int:
         """How many turns a warpgroup takes in `along_runs`."""
@@ -113,6 +119,36 @@ def test_nothing_more_can_be_passed_over_where_the_bounds_are_exact(work):
 def test_warpgroups_take_the_same_number_of_turns_whatever_each_passes_over(work, intra):
     taken = {work.turns(group, intra) for group in range(work.consumers)}
     assert taken == {max(len(work.visits) - int(intra), 0)}
+
+
+@given(work_tiles(), st.integers(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_no_row_sees_a_key_of_a_half_that_is_not_multiplied(work, half):
+    for group in range(work.consumers):
+        if work.inside(group):
+            seen = work.seen(group, work.tile_n // 2)
+            for n_block in work.visits:
+                assert work.meets(group, n_block, half) or 2 * n_block + half not in seen
+
+
+@given(work_tiles(EXACT), st.integers(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_each_half_that_is_multiplied_has_a_key_that_is_seen_where_the_bounds_are_exact(work, half):
+    for group in range(work.consumers):
+        if work.inside(group):
+            seen = work.seen(group, work.tile_n // 2)
+            for n_block in work.visits:
+                assert not work.meets(group, n_block, half) or 2 * n_block + half in seen
+
+
+def test_under_causality_the_upper_rows_of_two_warpgroups_see_half_of_their_first_tile():
+    work = WorkTile(masks.causal, 2, 3, (1024, 1024), 128)
+    assert [work.meets(group, work.visits[0], 1) for group in range(2)] == [False, True]
+
+
+def test_of_a_window_the_lower_rows_see_half_of_the_last_tile_with_a_mask():
+    work = WorkTile(masks.window(256, 0), 2, 3, (1024, 1024), 128)
+    assert [work.meets(group, 1, 0) for group in range(2)] == [True, False]
 
 
 def test_under_causality_the_upper_rows_are_spared_the_keys_of_the_lower_ones():

@@ -19,7 +19,7 @@ from cutedsl_fa3.variant import Variant, shared
 from cutedsl_fa3.variant.bounds import Runs
 from cutedsl_fa3.variant.device import Lowering
 from cutedsl_fa3.variant.fusion import composed, with_known_signs
-from cutedsl_fa3.variant.keys import QueryTile, Span, key_spans
+from cutedsl_fa3.variant.keys import KeySet, QueryTile, Span, key_sets, key_spans
 from cutedsl_fa3.variant.limits import in_base_2
 from cutedsl_fa3.variant.linear import UNITS
 from cutedsl_fa3.variant.lower import (
@@ -161,6 +161,16 @@ class Elements:
         """The key tiles of one tile of queries: those that need the element mask, then the rest."""
         tile = self.query_tile(m_block, queries)
         return visits(self.variant.mask, tile, tile_n, self.captures)
+
+    def keys(self, m_block: Int32, queries: int) -> KeySet:
+        """The keys that some row of one tile of queries may see."""
+        ints = DeviceIntegers(self.captures, self.variant.mask)
+        return key_sets(self.variant.mask, self.query_tile(m_block, queries), ints).possible
+
+    def meets(self, keys: KeySet, first: Int32, end: Int32) -> Boolean:
+        """Whether a key from `first` to below `end` is among these."""
+        ints = DeviceIntegers(self.captures, self.variant.mask)
+        return Boolean(keys.meets(first, end, self.seqlen_k, ints))
 
     def scan(self, m_block: Int32, queries: int, tile_n: int, table: cute.Tensor | None) -> Scan:
         """Decides key tiles one by one for one tile of queries."""

@@ -39,6 +39,7 @@ ring that carries it, and two lines in the roles.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ from cutedsl_fa3.pipelines import (
 )
 from cutedsl_fa3.pipelines.roles import WARP, first_warps, launch_registers
 from cutedsl_fa3.variant.bounds import Runs
-from cutedsl_fa3.variant.describe import differs_by_head, ever_full
+from cutedsl_fa3.variant.describe import differs_by_head, ever_full, sees_first_keys
 from cutedsl_fa3.variant.tiles import candidates
 
 from .elements import Elements
@@ -167,6 +168,10 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             if self.smem.total > self.smem.capacity:
                 self.rings["q"] = one
         self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
+        # Whether a tile's second half may be seen beside a first that is not: never where the first
+        # keys of a sequence are seen if any are.
+        self.narrow = s.halves and not plan.by_tile
+        self.second_halves = self.narrow and not sees_first_keys(plan.variant.mask)
         # A mask hides values of a visited tile, and so does a score of -inf.
         self.repairs = plan.variant.mask is not None or plan.variant.score is not None
         self.first_consumer_thread = WARP * first_warps(self.roles)["consumer"]
@@ -225,14 +230,23 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
 
         The loop over tiles with an element mask is a place for both products, so is the loop over
         those without, if the mask can have any; with overlap inside a warpgroup, the first S and
-        the last P V stand outside both.
+        the last P V stand outside both. Products of halves have places of their own.
         """
         s, dv = self.schedule, self.head_dim_v
         places = 1 + int(self.ever_full) + int(s.intra)
-        qk_name, qk = wgmma.instructions(s.tile_m, s.tile_n, self.tiles["q"].cols, s.consumers)
-        pv_name, pv = wgmma.instructions(s.tile_m, dv, s.tile_n, s.consumers)
-        products = {qk_name: places * qk}
-        products[pv_name] = products.get(pv_name, 0) + places * pv
+        halves = 1 + int(self.second_halves) if self.narrow else 0  # places for S of half of a tile
+        after = (
+            1 + int(self.ever_full) if self.narrow else 0
+        )  # for a step that multiplies half of V
+        products = Counter()
+        for rows, cols, depth, count in (
+            (s.tile_m, s.tile_n, self.tiles["q"].cols, places + after),
+            (s.tile_m, s.tile_n // 2, self.tiles["q"].cols, halves),
+            (s.tile_m, dv, s.tile_n, places),
+            (s.tile_m, dv, s.tile_n // 2, after),
+        ):
+            name, each = wgmma.instructions(rows, cols, depth, s.consumers)
+            products[name] += count * each
         stores = {"o": self.strip} if s.store == "tma" else {}
         loads = {"q": 1, "k": 1, "v": 2 if self.plan.by_tile else 1}  # places in the code
         rows = wgmma.ROWS_HELD  # that one thread holds, and cols of each
@@ -250,6 +264,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             *(
                 Expect(name, "exactly", count, f"QK and PV, in {places} places")
                 for name, count in products.items()
+                if count
             ),
             *(exponentials if self.plan.variant.weight is None else ()),
         )

@@ -9,9 +9,10 @@ One consumer's view of step j (MMAs are issued, then run while the warpgroup goe
 Tiles that need the element mask come first, in a loop of their own, and with them all tiles of a
 work tile for which a score function reads beside its tensors or leaves its units. Where the visible
 tiles follow from a few integers every role computes them (`along_runs`), and a warpgroup passes
-over the first ones as long as its own rows see none of their keys; where the producer decides tile
-by tile the consumers are told (`along_words`), a word being 2 * n_block + masked, and END after the
-last.
+over the first ones as long as its own rows see none of their keys; with `narrow` it multiplies only
+the first half of the first that it sees, and the second half of a later one that needs the mask,
+where it sees nothing of the other. Where the producer decides tile by tile the consumers are told
+(`along_words`), a word being 2 * n_block + masked, and END after the last.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def pass_turn(turns: Turns) -> None:
 class MainLoop:
     """What `ForwardSm90.consumer` does between its first and its last key tile.
 
-    Mixed into a WarpSpecialized kernel that has `schedule`, `ever_full` and `plan`. `waits_early`,
+    Mixed into a WarpSpecialized kernel that has `schedule`, `plan`, `ever_full`, `narrow` and
+    `second_halves`. `waits_early`,
     of a debug build: it waits for the overlapped P V where the compiler puts that wait without
     `early`, before the softmax.
     """
@@ -54,6 +56,7 @@ class MainLoop:
         ring_q, ring_k, ring_v = ports.q, ports.k, ports.v
         partial, total = w.runs.n_partial, w.runs.n_total
         n_block, first = cutlass.Int32(0), cutlass.Int32(0)
+        narrow = cutlass.Boolean(False)
         if total > 0:
             read_queries(f, ring_q.wait_and_advance())
             ring_k, ring_v, first = self.unseen(io, w, turns, ring_k, ring_v, group)
@@ -65,13 +68,35 @@ class MainLoop:
                     if cutlass.const_expr(turns is not None):
                         if first > 0:
                             pass_turn(turns)
-                    ring_k = self.first_scores(w, f, softmax, ring_k, n_block, first < partial)
+                    if cutlass.const_expr(self.narrow):
+                        if self.sees(w, group, n_block, 1):
+                            ring_k = self.first_scores(
+                                w, f, softmax, ring_k, n_block, first < partial
+                            )
+                        else:
+                            narrow = cutlass.Boolean(True)
+                            ring_k = self.first_scores(w, f, softmax, ring_k, n_block, True, 0)
+                    else:
+                        ring_k = self.first_scores(w, f, softmax, ring_k, n_block, first < partial)
             start = first + 1 if s.intra else first
             careful = partial if w.inside is True else select(w.inside, partial, total)
+            if cutlass.const_expr(self.narrow):
+                if narrow & (start < total):
+                    n_block = w.runs.n_block(start)
+                    self.record(io, w, start, n_block, start < partial)
+                    ring_k, ring_v = self.after_half(
+                        w, f, softmax, turns, ring_k, ring_v, n_block, start < careful
+                    )
+                    start += 1
             for j in cutlass.range(start, careful, unroll=1):
                 n_block = w.runs.n_block(j)
                 self.record(io, w, j, n_block, j < partial)
-                ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, True)
+                if cutlass.const_expr(self.second_halves):
+                    ring_k, ring_v = self.seen_halves(
+                        w, f, softmax, turns, ring_k, ring_v, n_block, group
+                    )
+                else:
+                    ring_k, ring_v = step(w, f, softmax, turns, ring_k, ring_v, n_block, True)
             if cutlass.const_expr(self.ever_full):
                 for j in cutlass.range(cutlass.max(careful, start), total, unroll=1):
                     n_block = w.runs.n_block(j)
@@ -89,15 +114,11 @@ class MainLoop:
         Returns the rings' ends and how many tiles these were.
         """
         s = self.schedule
-        strip = w.m_block * s.consumers + group
-        queries = wgmma.ROWS // s.pack
-        runs = w.elements.runs(strip, queries, s.tile_n)
-        inside = (
-            strip * queries < w.elements.seqlen_q if self.beside == 1 else cutlass.Boolean(True)
-        )
+        first_row = (w.m_block * s.consumers + group) * (wgmma.ROWS // s.pack)
+        inside = first_row < w.elements.seqlen_q if self.beside == 1 else cutlass.Boolean(True)
         partial, total = w.runs.n_partial, w.runs.n_total
         j, n_block = cutlass.Int32(0), cutlass.Int32(w.runs.n_block(0))
-        while (j < total) & ((inside & runs.has(n_block)) ^ True):
+        while (j < total) & ((inside & self.sees(w, group, n_block)) ^ True):
             self.record(io, w, j, n_block, j < partial)
             slot_k = ring_k.wait_and_advance()
             slot_k.release()
@@ -109,6 +130,43 @@ class MainLoop:
             j += 1
             n_block = cutlass.Int32(w.runs.n_block(j))
         return ring_k, ring_v, j
+
+    def sees(self, w, group, n_block, half=None):
+        """Whether this warpgroup's rows may see a key of a tile, or of one half of it."""
+        s = self.schedule
+        keys = w.elements.keys(w.m_block * s.consumers + group, wgmma.ROWS // s.pack)
+        first, count = n_block * s.tile_n, s.tile_n
+        if half is not None:
+            count = s.tile_n // 2
+            first += half * count
+        return w.elements.meets(keys, first, first + count)
+
+    @cute.jit
+    def after_half(self, w, f, softmax, turns, ring_k, ring_v, n_block, masked):
+        """The step that multiplies the first half of V, the first tile's, while S is computed."""
+        if cutlass.const_expr(not self.ever_full):
+            ring_k, ring_v = self.overlapped(
+                w, f, softmax, turns, ring_k, ring_v, n_block, True, None, 0
+            )
+        else:
+            if masked:
+                ring_k, ring_v = self.overlapped(
+                    w, f, softmax, turns, ring_k, ring_v, n_block, True, None, 0
+                )
+            else:
+                ring_k, ring_v = self.overlapped(
+                    w, f, softmax, turns, ring_k, ring_v, n_block, False, None, 0
+                )
+        return ring_k, ring_v
+
+    @cute.jit
+    def seen_halves(self, w, f, softmax, turns, ring_k, ring_v, n_block, group):
+        """The step of a tile with a mask, or of its second half where no row sees the first."""
+        if self.sees(w, group, n_block, 0):
+            ring_k, ring_v = self.overlapped(w, f, softmax, turns, ring_k, ring_v, n_block, True)
+        else:
+            ring_k, ring_v = self.overlapped(w, f, softmax, turns, ring_k, ring_v, n_block, True, 1)
+        return ring_k, ring_v
 
     @cute.jit
     def along_words(self, io, w, f, softmax, turns, ports, words):
@@ -143,45 +201,60 @@ class MainLoop:
         return ring_q, ring_k, ring_v, ring_visits, some
 
     @cute.jit
-    def first_scores(self, w, f, softmax, ring_k, n_block, masked):
-        """S and P of the first tile, which nothing overlaps."""
+    def first_scores(self, w, f, softmax, ring_k, n_block, masked, half: cutlass.Constexpr = None):
+        """S and P of the first tile, which nothing overlaps; with `half` of that of its keys."""
         slot = ring_k.wait_and_advance()
-        acc_s = f.multiply_qk(slot)
-        memos = self.ahead(w, f, n_block, masked=True)  # for both
+        acc_s = f.multiply_qk(slot, half)
+        memos = self.ahead(w, f, n_block, True, half)  # for both
         self.complete("QK")
         slot.release()
         if masked:
-            self.modify(w, f, acc_s, n_block, True, memos)
+            self.modify(w, f, acc_s, n_block, True, memos, half)
         else:
-            self.modify(w, f, acc_s, n_block, False, memos)
+            self.modify(w, f, acc_s, n_block, False, memos, half)
         softmax.step(wgmma.as_rows_cols(acc_s))
-        f.round_p(acc_s)
+        f.round_p(acc_s, half)
         return ring_k
 
     @cute.jit
-    def overlapped(self, w, f, softmax, turns, ring_k, ring_v, n_block, masked: cutlass.Constexpr):
-        """S of a tile is computed while O += P V of the one before runs."""
+    def overlapped(
+        self,
+        w,
+        f,
+        softmax,
+        turns,
+        ring_k,
+        ring_v,
+        n_block,
+        masked: cutlass.Constexpr,
+        half: cutlass.Constexpr = None,
+        before: cutlass.Constexpr = None,
+    ):
+        """S of a tile is computed while O += P V of the one before runs.
+
+        With `half` of that of its keys, with `before` of that of the tile before.
+        """
         slot_k = ring_k.wait_and_advance()
         if cutlass.const_expr(turns is not None):
             turns.wait()
-        acc_s = f.multiply_qk(slot_k)
+        acc_s = f.multiply_qk(slot_k, half)
         slot_v = ring_v.wait_and_advance()
-        f.multiply_pv(slot_v)
+        f.multiply_pv(slot_v, before)
         if cutlass.const_expr(turns is not None):
             turns.pass_on()
-        memos = self.ahead(w, f, n_block, masked)
+        memos = self.ahead(w, f, n_block, masked, half)
         self.complete("QK", running=1)
         slot_k.release()
         first = self.waits_early and not self.schedule.early
         if cutlass.const_expr(first):
             self.complete("PV")
             slot_v.release()
-        bases = self.score(w, f, acc_s, n_block, masked, memos)
+        bases = self.score(w, f, acc_s, n_block, masked, memos, half)
         softmax.step(wgmma.as_rows_cols(acc_s), self.schedule.early, bases)
         if cutlass.const_expr(not first):
             self.complete("PV")
             slot_v.release()
-        f.round_p(acc_s)
+        f.round_p(acc_s, half)
         softmax.rescale(f.output)
         return ring_k, ring_v
 
@@ -216,21 +289,21 @@ class MainLoop:
         slot_v.release()
         return ring_k, ring_v
 
-    def ahead(self, w, f, n_block, masked):
+    def ahead(self, w, f, n_block, masked, half=None):
         """What the score function reads for one tile: it waits for memory while products run."""
-        return w.elements.ahead(f.queries, self.corner(w, n_block), masked)
+        return w.elements.ahead(f.queries_of(half), self.corner(w, n_block), masked)
 
-    def score(self, w, f, acc_s, n_block, masked, memos):
+    def score(self, w, f, acc_s, n_block, masked, memos, half=None):
         """As `modify`, but that scores may lack a base of each row: these, None for none."""
         if not masked and w.elements.growth is not None:
             return w.elements.grown(wgmma.as_rows_cols(acc_s), f.queries, self.corner(w, n_block))
-        self.modify(w, f, acc_s, n_block, masked, memos)
+        self.modify(w, f, acc_s, n_block, masked, memos, half)
         return None
 
-    def modify(self, w, f, acc_s, n_block, masked, memos):
-        """Score and mask of one tile, in place."""
-        corner = self.corner(w, n_block)
-        w.elements.apply(wgmma.as_rows_cols(acc_s), f.queries, corner, masked, memos)
+    def modify(self, w, f, acc_s, n_block, masked, memos, half=None):
+        """Score and mask of one tile, or of half of its keys, in place."""
+        corner, places = self.corner(w, n_block), f.queries_of(half)
+        w.elements.apply(wgmma.as_rows_cols(acc_s), places, corner, masked, memos)
 
     def corner(self, w, n_block):
         """The first query and key of a tile."""

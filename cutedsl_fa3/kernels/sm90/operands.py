@@ -166,6 +166,7 @@ class Fragments:
         barriers: Barriers | None = None,
     ) -> None:
         s, self.barriers = schedule, barriers
+        self.tile_m, self.tile_n = s.tile_m, s.tile_n
         self.qk = wgmma.tiled_mma(dtype, s.tile_n, s.consumers)
         in_smem = s.p_from == "shared"
         source = "smem" if in_smem else "registers"
@@ -176,7 +177,8 @@ class Fragments:
         self.q, self.q_slot = self.qk.make_fragment_A(qk.partition_A(smem.q)), 0
         self.k = self.qk.make_fragment_B(qk.partition_B(smem.k))
         self.v = self.pv.make_fragment_B(pv.partition_B(transposed(smem.v)))
-        self.tile_m, self.tile_n = s.tile_m, s.tile_n
+        self.half = s.tile_n // 2  # keys of a half that is multiplied without the other
+        self.k_halves = self._halves(smem.k) if s.halves else ()
         self.acc_o = wgmma.accumulator(self.pv, s.tile_m, dv)
         self.p = cute.make_rmem_tensor(self.qk.partition_shape_C((s.tile_m, s.tile_n)), dtype)
         self.p_operand = wgmma.as_operand(self.p)
@@ -192,30 +194,56 @@ class Fragments:
             row = cute.arch.make_warp_uniform(self.queries.row)
             self.queries = replace(self.queries, row=row)
 
-    def multiply_qk(self, slot) -> cute.Tensor:
-        """Issue S = Q K^T into a fresh acc_s, so that no registers are held for it in between."""
+    def _halves(self, k: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        """The operands that the two halves of a tile of keys are."""
+        self.qk_half = wgmma.tiled_mma(k.element_type, self.half, self.tile_m // wgmma.ROWS)
+        mine = wgmma.operands_of(self.qk_half, self.group)
+        shape = (self.half, cute.size(k, mode=[1]))
+        halves = (cute.local_tile(k, shape, (half, 0, None)) for half in range(2))
+        return tuple(self.qk_half.make_fragment_B(mine.partition_B(half)) for half in halves)
+
+    def queries_of(self, half: int | None) -> wgmma.Places:
+        """`queries` of one half of the keys, or of all."""
+        if half is None:
+            return self.queries
+        cols = self.queries.col_offsets
+        few = len(cols) // 2
+        return replace(self.queries, col_offsets=cols[half * few : (half + 1) * few])
+
+    def multiply_qk(self, slot, half: int | None = None) -> cute.Tensor:
+        """Issue S = Q K^T into a fresh acc_s, so that no registers are held for it in between.
+
+        With `half` of these keys alone, 0 or 1.
+        """
         warpgroup.fence()
-        q, k = self.q[None, None, None, self.q_slot], self.k[None, None, None, slot.index]
-        acc_s = wgmma.accumulator(self.qk, self.tile_m, self.tile_n)
-        wgmma.issue(self.qk, acc_s, q, k, accumulate=False)
+        mma, keys, operand = self.qk, self.tile_n, self.k
+        if half is not None:
+            mma, keys, operand = self.qk_half, self.half, self.k_halves[half]
+        q, k = self.q[None, None, None, self.q_slot], operand[None, None, None, slot.index]
+        acc_s = wgmma.accumulator(mma, self.tile_m, keys)
+        wgmma.issue(mma, acc_s, q, k, accumulate=False)
         return acc_s
 
-    def multiply_pv(self, slot) -> None:
-        """Issue O += P V."""
+    def multiply_pv(self, slot, half: int | None = None) -> None:
+        """Issue O += P V; `half` 0: of the first half of the keys alone."""
         warpgroup.fence()
         v = self.v[None, None, None, slot.index]
-        wgmma.issue(self.pv, self.acc_o, self.p_operand, v, accumulate=True)
+        steps = None if half is None else self.half // wgmma.DEPTH
+        wgmma.issue(self.pv, self.acc_o, self.p_operand, v, accumulate=True, steps=steps)
 
-    def round_p(self, acc_s: cute.Tensor) -> None:
-        """P in the input dtype, as the second product reads it.
+    def round_p(self, acc_s: cute.Tensor, half: int | None = None) -> None:
+        """P in the input dtype, as the second product reads it; 0 for the other half of the keys.
 
         A few at a time: where all are converted at once the compiler may convert them one by one,
         and wait before each instruction of the second product.
         """
-        for first in range(0, cute.size(acc_s), AT_ONCE):
-            few = cute.make_layout(AT_ONCE)
+        count, few = cute.size(acc_s), cute.make_layout(AT_ONCE)
+        begin = count if half == 1 else 0
+        for first in range(0, count, AT_ONCE):
             rounded = cute.make_tensor(acc_s.iterator + first, few).load().to(self.p.element_type)
-            cute.make_tensor(self.p.iterator + first, few).store(rounded)
+            cute.make_tensor(self.p.iterator + begin + first, few).store(rounded)
+        if half is not None:
+            cute.make_tensor(self.p.iterator + count - begin, cute.make_layout(count)).fill(0.0)
         if self.p_strip is not None:
             self.store_p()
 
