@@ -43,6 +43,7 @@ def kinds() -> dict[str, Variant]:
     return {
         "nothing": Variant(mask=masks.causal),
         "light": Variant(scores.alibi(slopes), masks.causal),
+        "mask": Variant(mask=masks.window(100, 0)),
         "uniform": Variant(scores.softcap(30.0), masks.causal),
         "elements": Variant(scores.relative_bias(table), masks.causal),
         "much": Variant(laborious, masks.causal),

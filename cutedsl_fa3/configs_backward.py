@@ -26,6 +26,7 @@ OF_NEED = {
     "nothing": "nothing",
     "light": "light",
     "weights": "elementwise",
+    "mask": "mask",
     "uniform": "uniform",
     "tables": "elements",
     "elements": "documents",

@@ -94,7 +94,7 @@ class Row:
 
 
 MOST_KEYS = 2**31 - 1
-NEEDS = ("nothing", "light", "weights", "uniform", "tables", "elements", "much")
+NEEDS = ("nothing", "light", "weights", "mask", "uniform", "tables", "elements", "much")
 LIGHT = 3  # operations of one instruction each, beyond which a score is not "light"
 SIMPLE = ("add", "sub", "mul", "neg", "to_float")
 MUCH = 8  # operations on floats, beyond which a score counts as "much"
@@ -113,7 +113,8 @@ TABLE = (
     Row(96, 96, "much", 128, 96, 2, "intra", 2, "tma", False, "not tuned anew"),
     Row(128, 128, "nothing", 128, 128, 2, "intra", 1, "tma", False, "narrow off 0.98", narrow=True),
     Row(128, 128, "light", 128, 128, 2, "intra", 2, "tma", True, "lazy off 0.97"),
-    Row(128, 128, "uniform", 128, 128, 2, "intra", 1, "tma", False, "early 2 0.99", narrow=True),
+    Row(128, 128, "mask", 128, 128, 2, "intra", 1, "tma", False, "narrow off 0.98", narrow=True),
+    Row(128, 128, "uniform", 128, 128, 2, "intra", 1, "tma", False, "narrow spills in fp16"),
     Row(128, 128, "tables", 128, 128, 2, "both", 0, "tma", True, "bias: lazy off 0.98, intra 0.94"),
     Row(128, 64, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills in fp16"),
     Row(128, 128, "elements", 128, 128, 2, "intra", 2, "tma", False, "documents 0.30 ms; 96: 0.32"),
@@ -169,9 +170,10 @@ def needs(variant: Variant, with_mask: bool = True) -> str:
 
     "nothing": a mask of positions without `or`, with one span of visible keys and one edge.
     "light": besides, a score of a few additions and products, such as ALiBi. "weights": a function
-    in place of the softmax. "uniform": any other score or mask of positions, or captured tensors
-    read once a tile. "tables": a score that reads captured tensors by query or key. "elements": a
-    mask that does. "much": more than a few operations on floats for each score.
+    in place of the softmax. "mask": any other mask of positions, or one that reads captured tensors
+    once a tile, alone. "uniform": one beside a score, or any other score of positions and of what
+    is read once a tile. "tables": a score that reads captured tensors by query or key. "elements":
+    a mask that does. "much": more than a few operations on floats for each score.
     """
     roles = ("score", "mask", "weight") if with_mask else ("score", "weight")
     mask = variant.mask if with_mask else None
@@ -185,10 +187,9 @@ def needs(variant: Variant, with_mask: bool = True) -> str:
         return "elements"
     if any(node.op == "load" for node in each):
         return "tables"
-    if any(node.op in ("load", "or") for node in of_mask) or most_spans(mask) > 1:
-        return "uniform"
-    if most_edges(mask) > 1:
-        return "uniform"
+    edges = max(most_spans(mask), most_edges(mask))
+    if edges > 1 or any(node.op in ("load", "or") for node in of_mask):
+        return "mask" if len(graphs) == 1 else "uniform"
     if variant.weight is not None:
         return "weights"
     floats = [node for node in each if node.dtype == "float" and node.op != "input"]

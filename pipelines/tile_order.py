@@ -16,7 +16,9 @@ from typing import TypeVar
 
 Int = TypeVar("Int")
 
-MAX_GRID = 2**31 - 1  # CTAs along x; source: CUDA programming guide, capability 9.0
+# CTAs along x, less what rounding heads up to groups adds; source of 2^31 - 1: CUDA programming
+# guide, capability 9.0.
+MAX_GRID = 2**31 - 64
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class TileOrder:
 
     def at(self, index: Int, m_blocks: Int, heads: Int, smaller: object = min) -> tuple[Int, Int]:
         """The (m_block, head) of the CTA `index`; `smaller` is the minimum of two such integers."""
-        groups = (heads - 1) // self.head_group + 1
+        groups = (heads + self.head_group - 1) // self.head_group
         widest = (heads - 1) // groups + 1
         group = index // (m_blocks * widest)
         inside = index - group * m_blocks * widest

@@ -14,7 +14,7 @@ from cutedsl_fa3.cli import app
 from cutedsl_fa3.record import DATA, META, Record, ScheduleRow
 from cutedsl_fa3.schedules import NEEDS, TABLE, Row
 
-ROW = next(row for row in TABLE if row.needs == "uniform" and row.head_dim == 128)
+ROW = next(row for row in TABLE if row.needs == "nothing" and row.head_dim == 128)
 OLDER = "tune-h200-20261129-195356.json"  # of schedules that no row has any more
 
 
@@ -137,7 +137,7 @@ def test_a_row_that_is_slower_than_another_choice_is_named_by_the_summary():
             measured(full, base_of(full), 102.0, consumers=3, tile_m=192),
         )
     )
-    assert '128 uniform      SLOWER "100; consumers 3 1.02"  (full)' in text
+    assert '128 nothing      SLOWER "100; consumers 3 1.02"  (full)' in text
     assert "consumers 3: 1.020" in text
     assert text.count("not measured") == len(TABLE) - 1
 

@@ -32,7 +32,7 @@ def test_the_cases_cover_every_kind_of_forward_and_gemm() -> None:
         assert {case.dtype for case in of_dim} == {"bf16", "fp16"}
         assert any(case.schedule is None for case in of_dim)  # what the table of schedules gives
     assert {schedule.consumers for schedule in given} == {1, 2, 3}
-    kinds = {"nothing", "light", "weights", "uniform", "tables", "elements"}
+    kinds = {"nothing", "light", "weights", "mask", "uniform", "tables", "elements"}
     assert {needs(case.variant("cpu")) for case in ATTENTION} == kinds
     assert {case.head_dims for case in ATTENTION} >= {(64, 128), (128, 64)}
     assert any(case.sizes[3] != case.sizes[4] for case in ATTENTION)

@@ -44,6 +44,7 @@ def of_shape(plan: Plan) -> tuple:
     return (
         *(s.overlap, s.consumers, s.stages),
         *(plan.by_tile, kernel.ever_full, kernel.repairs, plan.variant.has_lse),
+        *(kernel.narrow, kernel.second_halves),
         *(str(kernel.rings), str(kernel.barriers), str(kernel.aliases)),
     )
 
