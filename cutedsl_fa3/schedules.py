@@ -107,6 +107,7 @@ TABLE = (
     Row(64, 64, "tables", 192, 96, 3, "both", 0, "tma", False, "bias 0.69 ms; 128 x 128: 0.79"),
     Row(64, 64, "elements", 64, 64, 1, "intra", 0, "tma", False, "documents 0.21 ms; 128: 0.25", 3),
     Row(64, 64, "much", 128, 96, 2, "intra", 2, "tma", False, "not tuned anew"),
+    Row(64, 128, "mask", 128, 128, 2, "intra", 1, "tma", False, "narrow spills in fp16"),
     Row(96, 96, "nothing", 192, 96, 3, "both", 0, "tma", True, "617; 128 x 128: 573"),
     Row(96, 96, "uniform", 128, 128, 2, "intra", 2, "tma", False, "tile_n 160: 0.98, 192: 0.99"),
     Row(96, 96, "elements", 128, 112, 2, "intra", 2, "tma", False, "tile_n 128 spills in fp16"),
@@ -170,10 +171,11 @@ def needs(variant: Variant, with_mask: bool = True) -> str:
 
     "nothing": a mask of positions without `or`, with one span of visible keys and one edge.
     "light": besides, a score of a few additions and products, such as ALiBi. "weights": a function
-    in place of the softmax. "mask": any other mask of positions, or one that reads captured tensors
-    once a tile, alone. "uniform": one beside a score, or any other score of positions and of what
-    is read once a tile. "tables": a score that reads captured tensors by query or key. "elements":
-    a mask that does. "much": more than a few operations on floats for each score.
+    in place of the softmax. "mask": any other mask of positions, or of what is read of captured
+    tensors once a tile, alone. "uniform": one beside a score or weights, or any other score of
+    positions and of what is read once a tile. "tables": a score that reads captured tensors by
+    query or key. "elements": a mask that does. "much": more than a few operations on floats for
+    each score.
     """
     roles = ("score", "mask", "weight") if with_mask else ("score", "weight")
     mask = variant.mask if with_mask else None
@@ -232,20 +234,21 @@ def default_schedule(variant: Variant, problem: Problem, seqlen_k: int | None = 
 def schedule_for(variant: Variant, problem: Problem, extents: Extents) -> Schedule:
     """The table's schedule for tensors of these extents."""
     default = default_schedule(variant, problem, extents.seqlen_k)
+    if not differs_by_head(variant.mask):
+        default = replace(default, pack=packed(default, extents))
     if default.head_group > 1:
-        default = replace(default, head_group=head_group(problem, extents))
-    pack = 1 if differs_by_head(variant.mask) else packed(default, extents)
-    return default if pack == 1 else replace(default, pack=pack)
+        default = replace(default, head_group=head_group(problem, extents, default.pack))
+    return default
 
 
-def head_group(problem: Problem, extents: Extents) -> int:
-    """How many heads are side by side: HEAD_GROUP, fewer with many keys and more with few."""
+def head_group(problem: Problem, extents: Extents, pack: int = 1) -> int:
+    """How many packs of heads are side by side: HEAD_GROUP, fewer with many keys, more with few."""
     element = DTYPES[problem.dtype].itemsize
     head = extents.seqlen_k * (problem.head_dim + problem.head_dim_v) * element
     shared = max(1, extents.heads // max(1, extents.kv_heads))
 
-    def occupied(heads: int) -> int:
-        return -(-heads // shared) * head
+    def occupied(packs: int) -> int:
+        return -(-packs * pack // shared) * head
 
     group = HEAD_GROUP
     while group > 1 and occupied(group) > L2_BYTES:

@@ -12,7 +12,7 @@ Source = Literal["registers", "shared"]
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # the 64 rows of a consumer warpgroup are whole queries then
 
-MAX_HEAD_GROUP = 64  # more share no more of L2: 128 took 1.03 to 1.4 times as long (tried.md)
+MAX_HEAD_GROUP = 64  # 128 are no faster, and up to a third slower (notebooks/tried.md)
 
 
 class ScheduleError(ValueError):
@@ -60,8 +60,9 @@ class Schedule:
     head), so that few queries fill it too; a tile has `queries` of them then. `p_from`: the second
     product reads P from "registers", or from "shared" memory, which leaves registers for the rest.
     `narrow`: with "intra" or "both" and tile_n by 32, a warpgroup whose rows see nothing of half of
-    a tile of keys multiplies the other half: of its first tile the first half, and of a later tile
-    that needs the mask the second. Tiles that are decided one by one are multiplied whole.
+    a tile of keys multiplies the other half: of its first tile the first half, and where the mask
+    may hide the first keys of all, of a later tile that needs it the second. Tiles that are decided
+    one by one are multiplied whole.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.

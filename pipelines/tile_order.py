@@ -16,9 +16,9 @@ from typing import TypeVar
 
 Int = TypeVar("Int")
 
-# CTAs along x, less what rounding heads up to groups adds; source of 2^31 - 1: CUDA programming
-# guide, capability 9.0.
-MAX_GRID = 2**31 - 64
+# CTAs along x may be 2^31 - 1 (CUDA programming guide, capability 9.0); tiles are fewer, since CTAs
+# that draw them and groups of heads add to their numbers in 32 bits.
+MAX_GRID = 2**31 - 2**12
 
 
 @dataclass(frozen=True)

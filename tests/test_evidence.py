@@ -68,7 +68,9 @@ def test_every_need_has_variants_and_every_row_is_measured_with_each_that_it_ser
         assert chosen, row
         of_dims.setdefault((row.head_dim, row.head_dim_v), []).extend(c.variant for c in chosen)
     every = [variant for group in evidence.VARIANTS.values() for variant in group]
-    alone = {(128, 64): ["documents:1000"]}  # a row for these sizes and one need
+    # Rows for these sizes and some needs.
+    light = ["full", "causal", "alibi", "sigmoid", "window:1024,0"]
+    alone = {(128, 64): ["documents:1000"], (64, 128): sorted(light)}
     for dims, variants in of_dims.items():
         assert sorted(variants) == sorted(alone.get(dims, every))
 

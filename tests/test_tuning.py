@@ -19,7 +19,7 @@ from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.plans import Plan
 from cutedsl_fa3.problem import Problem
 from cutedsl_fa3.record import DATA, Record
-from cutedsl_fa3.schedules import default_schedule
+from cutedsl_fa3.schedules import schedule_for
 
 CASE = Case("causal", "bf16", 64, 64, 96, 96, 1, 2, 2)
 
@@ -31,7 +31,7 @@ def plan(schedule):
 def test_the_first_candidate_is_the_default_and_the_others_differ_in_one_field():
     base, *others = tuning.candidates(CASE)
     made = plan(base)
-    assert base == default_schedule(made.variant, made.problem, CASE.seqlen_k)
+    assert base == schedule_for(made.variant, made.problem, CASE.extents)
     assert base.residents == 4  # so few keys have a row of their own
     for other in others:
         fields = dataclasses.asdict(base)
@@ -52,7 +52,7 @@ def test_every_native_head_size_has_candidates_of_each_kind(dims):
     case = dataclasses.replace(CASE, head_dim=dims[0], head_dim_v=dims[1])
     base, *others = tuning.candidates(case)
     problem = Problem(*case.problem)
-    assert base == Plan.default(named("causal", case.lengths()).variant, problem).schedule
+    assert base == schedule_for(named("causal", case.lengths()).variant, problem, case.extents)
     for field in ("overlap", "tile_n", "head_group"):
         assert len({getattr(other, field) for other in others}) > 1, field
 

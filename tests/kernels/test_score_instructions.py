@@ -42,9 +42,12 @@ MASKS = {"causal": 1.8, "window:1024,0": 2.25, "prefix:256": 2.25, "documents:10
 
 
 def planned(name: str, head_dim: int) -> Plan:
-    """The variant's own schedule, of a CTA a tile: what stays in registers for the next is none."""
+    """The variant's own schedule, of a CTA a tile: what stays in registers for the next is none.
+
+    Of whole tiles, so that each loop has one way through.
+    """
     plan = Plan.default(named.named(name, LENGTHS).variant, Problem("bf16", head_dim, head_dim))
-    return replace(plan, schedule=replace(plan.schedule, persistent=False))
+    return replace(plan, schedule=replace(plan.schedule, persistent=False, narrow=False))
 
 
 @cache

@@ -150,6 +150,19 @@ def test_keys_far_before_the_query_weigh_as_they_do_beside_it(name, first):
     row.hold(torch.randn(SHAPE) * 40, within=max(2e-5, 4 * farthest * 2.0**-23))
 
 
+@pytest.mark.parametrize("base", [128.0, 100.0, -128.0, -33.3])
+@pytest.mark.parametrize("lazy", [False, True], ids=["", "lazy"])
+def test_products_so_far_that_a_base_is_lost_in_them_weigh_by_the_largest(base, lazy):
+    """Sums with the base are rounded to 256 there: what is largest takes weight, no more than 1."""
+    row = Row(beside, torch.full((HEADS,), -base / 8), lazy=lazy)
+    raw = torch.full(SHAPE, 2.0**31)
+    raw[..., 5::7] -= 2.0**12
+    raw[:, 1, len(COLS) + 3] += 256.0  # the only one, in a tile behind the first
+    out, lse = row.found(raw, torch.ones(KEYS), True)
+    assert out.isfinite().all() and lse.isfinite().all()
+    torch.testing.assert_close(out, torch.ones_like(out))
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 0.3, 1.0, 1.5, 100.0])
 def test_every_scale_that_a_call_may_have_is_right(scale):
     """0 stands for the smallest one; what does not fit takes natural units."""

@@ -168,8 +168,8 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
             if self.smem.total > self.smem.capacity:
                 self.rings["q"] = one
         self.ever_full = plan.by_tile or ever_full(plan.variant.mask)
-        # Whether a tile's second half may be seen beside a first that is not: never where the first
-        # keys of a sequence are seen if any are.
+        # Whether tiles are asked for first halves that nobody sees: where a mask may hide the first
+        # keys of a sequence.
         self.narrow = s.halves and not plan.by_tile
         self.second_halves = self.narrow and not sees_first_keys(plan.variant.mask)
         # A mask hides values of a visited tile, and so does a score of -inf.
@@ -234,19 +234,18 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         """
         s, dv = self.schedule, self.head_dim_v
         places = 1 + int(self.ever_full) + int(s.intra)
-        halves = 1 + int(self.second_halves) if self.narrow else 0  # places for S of half of a tile
-        after = (
-            1 + int(self.ever_full) if self.narrow else 0
-        )  # for a step that multiplies half of V
+        halves = 1 + int(self.second_halves) if self.narrow else 0  # for S of half of a tile
+        after = 1 + int(self.ever_full) if self.narrow else 0  # steps that multiply half of V
         products = Counter()
         for rows, cols, depth, count in (
             (s.tile_m, s.tile_n, self.tiles["q"].cols, places + after),
             (s.tile_m, s.tile_n // 2, self.tiles["q"].cols, halves),
-            (s.tile_m, dv, s.tile_n, places),
+            (s.tile_m, dv, s.tile_n, places + int(self.second_halves)),
             (s.tile_m, dv, s.tile_n // 2, after),
         ):
             name, each = wgmma.instructions(rows, cols, depth, s.consumers)
             products[name] += count * each
+        why = f"QK and PV, in {places} places" + (", and halves of them" if self.narrow else "")
         stores = {"o": self.strip} if s.store == "tma" else {}
         loads = {"q": 1, "k": 1, "v": 2 if self.plan.by_tile else 1}  # places in the code
         rows = wgmma.ROWS_HELD  # that one thread holds, and cols of each
@@ -261,11 +260,7 @@ class ForwardSm90(MainLoop, Epilogue, WarpSpecialized):
         )
         return (
             *self.common_expectations(loads, stores, rank=4),
-            *(
-                Expect(name, "exactly", count, f"QK and PV, in {places} places")
-                for name, count in products.items()
-                if count
-            ),
+            *(Expect(name, "exactly", count, why) for name, count in products.items() if count),
             *(exponentials if self.plan.variant.weight is None else ()),
         )
 

@@ -39,9 +39,8 @@ class MainLoop:
     """What `ForwardSm90.consumer` does between its first and its last key tile.
 
     Mixed into a WarpSpecialized kernel that has `schedule`, `plan`, `ever_full`, `narrow` and
-    `second_halves`. `waits_early`,
-    of a debug build: it waits for the overlapped P V where the compiler puts that wait without
-    `early`, before the softmax.
+    `second_halves`. `waits_early`, of a debug build: it waits for the overlapped P V where the
+    compiler puts that wait without `early`, before the softmax.
     """
 
     waits_early = False

@@ -206,9 +206,9 @@ class Fragments:
         """`queries` of one half of the keys, or of all."""
         if half is None:
             return self.queries
-        cols = self.queries.col_offsets
-        few = len(cols) // 2
-        return replace(self.queries, col_offsets=cols[half * few : (half + 1) * few])
+        first = self.queries.col + half * self.half
+        offsets = self.queries.col_offsets
+        return replace(self.queries, col=first, col_offsets=offsets[: len(offsets) // 2])
 
     def multiply_qk(self, slot, half: int | None = None) -> cute.Tensor:
         """Issue S = Q K^T into a fresh acc_s, so that no registers are held for it in between.

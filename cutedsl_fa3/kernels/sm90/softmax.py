@@ -80,16 +80,19 @@ class OnlineSoftmax:
         """
         for r in range(self.rows):
             old, base = self.row_max[r], None if bases is None else bases[r]
-            new = _largest(acc_s, r, old if base is None else None)
+            mine = new = _largest(acc_s, r, old if base is None else None)
             if base is not None:
-                new = cute.arch.fmax(old, new + base)
+                new = cute.arch.fmax(old, mine + base)
             for lane in ROW_LANES:
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=lane))
             if self.lazy:
                 grown = (new - old) * self.scale_log2 > LEEWAY
                 new = select(grown, new, old)
             self.row_max[r] = new
-            shift, scale_log2 = self._near(new if base is None else new - base)
+            origin = new
+            if base is not None:  # that x in front of the base which is the row's maximum behind it
+                origin = select(mine + base == new, mine, new - base)
+            shift, scale_log2 = self._near(origin)
             alpha = exp2((old - new) * self.scale_log2)
             self.row_sum[r] = self.row_sum[r] * alpha
             self._weigh(acc_s, r, lambda x, a=scale_log2, b=-shift: cute.math.fma(x, a, b), early)
