@@ -59,10 +59,10 @@ class Schedule:
     base 2. `pack`: query heads of one key head that share a tile, row by row (row = query * pack +
     head), so that few queries fill it too; a tile has `queries` of them then. `p_from`: the second
     product reads P from "registers", or from "shared" memory, which leaves registers for the rest.
-    `narrow`: with "intra" or "both" and tile_n by 32, a warpgroup whose rows see nothing of half of
-    a tile of keys multiplies the other half: of its first tile the first half, and where the mask
-    may hide the first keys of all, of a later tile that needs it the second. Tiles that are decided
-    one by one are multiplied whole.
+    `narrow`: with "intra" or "both", tile_n by 32 and one head in a tile, a warpgroup whose rows
+    see nothing of half of a tile of keys multiplies the other half: of its first tile the first
+    half, and where the mask may hide the first keys of all, of a later tile that needs it the
+    second. Tiles that are decided one by one are multiplied whole.
 
     Raises:
         ScheduleError: a field outside its range, naming field, value and what is allowed.
@@ -134,8 +134,11 @@ class Schedule:
 
     @property
     def halves(self) -> bool:
-        """Whether half of a tile of keys may be multiplied: `narrow`, where halves are by 16."""
-        return self.narrow and self.intra and self.tile_n % 32 == 0
+        """Whether half of a tile of keys may be multiplied: `narrow`, where halves are by 16.
+
+        Rows of several heads leave too few registers for it.
+        """
+        return self.narrow and self.intra and self.tile_n % 32 == 0 and self.pack == 1
 
     @property
     def pingpong(self) -> bool:
