@@ -136,10 +136,10 @@ def write(made: Stored, path: Path = FITTED) -> Path:
     lines = [f"DEVICE = {json.dumps(made.device)}", "RECORDS = ("]
     lines += [f"    {json.dumps(name)}," for name in made.records]
     lines += [")", "PARAMETERS = {"]
-    lines += [f'    "clock": {p.clock:.4f},', f'    "launch": {p.launch:.1f},']
-    for name, values, digits in (("work_tile", p.work_tile, 1), ("exposed", p.exposed, 4)):
+    lines += [f'    "clock": {p.clock!r},', f'    "launch": {p.launch!r},']
+    for name, values in (("work_tile", p.work_tile), ("exposed", p.exposed)):
         lines += [f'    "{name}": {{']
-        lines += [f"        {json.dumps(kind)}: {v:.{digits}f}," for kind, v in values.items()]
+        lines += [f"        {json.dumps(kind)}: {v!r}," for kind, v in values.items()]
         lines += ["    },"]
     lines += ["}", "KERNELS = {"]
     for name, kernel in sorted(made.kernels.items()):
