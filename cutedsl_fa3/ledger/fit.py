@@ -176,7 +176,8 @@ def samples(record: Record, kernels: Kernels) -> list[Sample]:
 
     found = []
     for row in record.rows:
-        beside = isinstance(row, ScheduleRow) and label(row) in kernels
+        known = {label(row), label_of_lengths(row)} & kernels.keys()
+        beside = isinstance(row, ScheduleRow) and bool(known)
         if not beside and not _is_ours(row):
             continue
         kernel = kernel_of(row, kernels)
