@@ -43,12 +43,8 @@ ALONE = 128  # keys of a tile whose CTA has a multiprocessor for itself
 HOLDS = 1.01  # a chosen row may be this much slower than the best alternative
 WIDTH = 36  # characters of a reason, so that a row of the table is a line
 
-# But for `narrow`, which hangs on the mask too.
-CHOSEN = tuple(
-    f.name
-    for f in fields(Row)
-    if f.name in {f.name for f in fields(Schedule)} and f.name != "narrow"
-)
+_BY_ROW = {f.name for f in fields(Schedule)} - {"narrow"}  # which hangs on the mask too
+CHOSEN = tuple(f.name for f in fields(Row) if f.name in _BY_ROW)
 
 
 @dataclass(frozen=True)

@@ -176,8 +176,8 @@ def samples(record: Record, kernels: Kernels) -> list[Sample]:
 
     found = []
     for row in record.rows:
-        known = {label(row), label_of_lengths(row)} & kernels.keys()
-        beside = isinstance(row, ScheduleRow) and bool(known)
+        known = label(row) in kernels or label_of_lengths(row) in kernels
+        beside = isinstance(row, ScheduleRow) and known
         if not beside and not _is_ours(row):
             continue
         kernel = kernel_of(row, kernels)

@@ -130,7 +130,8 @@ NEAR_ZERO: Counts = {"FMUL": 2, "FFMA": 1, "FSETP": 1}  # tanh's series, and the
 SCALED: Counts = {"FMUL": 1}  # a raw product times the scale
 ADDED: Counts = {"FFMA": 1}  # something added to a product
 DISTANCE: Counts = {"FADD": 1}  # a float that grows evenly with q and k (variant/distances.py)
-# Of a row whose scores lack a base (kernels/sm90/units.py), which the maximum meets twice.
+# Of a row whose scores lack a base (kernels/sm90/units.py): that base, and its meetings with the
+# maximum, as counted in the machine code.
 BASE: Counts = {"FFMA": 1, "FMUL": 1, "FADD": 1.5}
 POSITION: Counts = {"VIADD": 1}  # a position, or an integer at a fixed distance from another
 DIVISOR: Counts = _RECIPROCAL

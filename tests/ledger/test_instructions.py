@@ -32,7 +32,7 @@ from cutedsl_fa3.variant.shared import MOST
 LOOPS = {False: "full tiles", True: "masked tiles"}
 # Instructions a tile beside what a table can say: of the loop, of where the tile lies.
 BESIDE, BESIDE_INTEGERS = 8, 32
-WHICH_HALF = 30
+WHICH_HALF = 30  # that ask whether a tile is multiplied whole
 INTEGERS = ("IMAD", "VIADD", "SEL", "SHF", "LEA", "LOP3")
 
 

@@ -1,19 +1,24 @@
 """What a warpgroup passes over: the first tiles of a work tile that its own 64 rows do not see.
 
-The rule of `MainLoop.unseen` on Python ints, held against the mask element by element.
+And of which halves it multiplies alone: the rules of `MainLoop.unseen` and `sees` on Python ints,
+held against the mask element by element.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bounds import FAMILIES, visible
 
 from cutedsl_fa3 import masks
+from cutedsl_fa3.kernels.sm90.mainloop import MainLoop
 from cutedsl_fa3.layouts import wgmma
+from cutedsl_fa3.pipelines import Schedule
 from cutedsl_fa3.variant import Variant
 from cutedsl_fa3.variant.bounds import PythonIntegers, visit_runs
-from cutedsl_fa3.variant.keys import QueryTile, key_sets
+from cutedsl_fa3.variant.keys import KeySet, QueryTile, key_sets
 from cutedsl_fa3.variant.tiles import by_tile
 
 ROWS = wgmma.ROWS
@@ -34,15 +39,21 @@ class WorkTile:
         last = min((block + 1) * size, self.seqlen_q) - 1
         return QueryTile(block * size, last, 0, 0, self.seqlen_q, self.seqlen_k)
 
-    def meets(self, group: int, n_block: int, half: int | None = None) -> bool:
-        """The rule of `MainLoop.sees`."""
+    def keys(self, block: int, size: int) -> KeySet:
+        """As of `Elements`."""
         ints = PythonIntegers(self.variant.captures)
-        keys = key_sets(self.variant.mask, self.rows(self.strip(group), ROWS), ints).possible
-        first, count = n_block * self.tile_n, self.tile_n
-        if half is not None:
-            count //= 2
-            first += half * count
-        return keys.meets(first, first + count, self.seqlen_k, ints)
+        return key_sets(self.variant.mask, self.rows(block, size), ints).possible
+
+    def sees(self, group: int, n_block: int, half: int | None = None) -> bool:
+        """The kernel's rule itself, on Python ints."""
+        ints = PythonIntegers(self.variant.captures)
+        elements = SimpleNamespace(
+            keys=self.keys,
+            meets=lambda keys, first, end: keys.meets(first, end, self.seqlen_k, ints),
+        )
+        schedule = Schedule(ROWS * self.consumers, self.tile_n, 2, self.consumers, "intra")
+        work = SimpleNamespace(m_block=self.m_block, elements=elements)
+        return MainLoop.sees(SimpleNamespace(schedule=schedule), work, group, n_block, half)
 
     def strip(self, group: int) -> int:
         return self.m_block * self.consumers + group
@@ -53,7 +64,7 @@ class WorkTile:
     def passed_over(self, group: int) -> int:
         """How many tiles, from the first on."""
         inside, j = self.inside(group), 0
-        while j < len(self.visits) and not (inside and self.meets(group, self.visits[j])):
+        while j < len(self.visits) and not (inside and self.sees(group, self.visits[j])):
             j += 1
         return j
 
@@ -121,34 +132,34 @@ def test_warpgroups_take_the_same_number_of_turns_whatever_each_passes_over(work
     assert taken == {max(len(work.visits) - int(intra), 0)}
 
 
+def halves(work: WorkTile, half: int):
+    """Of each warpgroup and tile: whether that half is multiplied, and whether a key is seen."""
+    for group in filter(work.inside, range(work.consumers)):
+        seen = work.seen(group, work.tile_n // 2)
+        for n_block in work.visits:
+            yield work.sees(group, n_block, half), 2 * n_block + half in seen
+
+
 @given(work_tiles(), st.integers(0, 1))
 @settings(max_examples=200, deadline=None)
 def test_no_row_sees_a_key_of_a_half_that_is_not_multiplied(work, half):
-    for group in range(work.consumers):
-        if work.inside(group):
-            seen = work.seen(group, work.tile_n // 2)
-            for n_block in work.visits:
-                assert work.meets(group, n_block, half) or 2 * n_block + half not in seen
+    assert all(multiplied or not seen for multiplied, seen in halves(work, half))
 
 
 @given(work_tiles(EXACT), st.integers(0, 1))
 @settings(max_examples=200, deadline=None)
 def test_each_half_that_is_multiplied_has_a_key_that_is_seen_where_the_bounds_are_exact(work, half):
-    for group in range(work.consumers):
-        if work.inside(group):
-            seen = work.seen(group, work.tile_n // 2)
-            for n_block in work.visits:
-                assert not work.meets(group, n_block, half) or 2 * n_block + half in seen
+    assert all(seen or not multiplied for multiplied, seen in halves(work, half))
 
 
 def test_under_causality_the_upper_rows_of_two_warpgroups_see_half_of_their_first_tile():
     work = WorkTile(masks.causal, 2, 3, (1024, 1024), 128)
-    assert [work.meets(group, work.visits[0], 1) for group in range(2)] == [False, True]
+    assert [work.sees(group, work.visits[0], 1) for group in range(2)] == [False, True]
 
 
 def test_of_a_window_the_lower_rows_see_half_of_the_last_tile_with_a_mask():
     work = WorkTile(masks.window(256, 0), 2, 3, (1024, 1024), 128)
-    assert [work.meets(group, 1, 0) for group in range(2)] == [True, False]
+    assert [work.sees(group, 1, 0) for group in range(2)] == [True, False]
 
 
 def test_under_causality_the_upper_rows_are_spared_the_keys_of_the_lower_ones():

@@ -74,7 +74,7 @@ class MainLoop:
                             )
                         else:
                             narrow = cutlass.Boolean(True)
-                            ring_k = self.first_scores(w, f, softmax, ring_k, n_block, True, 0)
+                            ring_k = self.first_scores(w, f, softmax, ring_k, n_block, True, half=0)
                     else:
                         ring_k = self.first_scores(w, f, softmax, ring_k, n_block, first < partial)
             start = first + 1 if s.intra else first
@@ -145,16 +145,16 @@ class MainLoop:
         """The step that multiplies the first half of V, the first tile's, while S is computed."""
         if cutlass.const_expr(not self.ever_full):
             ring_k, ring_v = self.overlapped(
-                w, f, softmax, turns, ring_k, ring_v, n_block, True, None, 0
+                w, f, softmax, turns, ring_k, ring_v, n_block, True, before=0
             )
         else:
             if masked:
                 ring_k, ring_v = self.overlapped(
-                    w, f, softmax, turns, ring_k, ring_v, n_block, True, None, 0
+                    w, f, softmax, turns, ring_k, ring_v, n_block, True, before=0
                 )
             else:
                 ring_k, ring_v = self.overlapped(
-                    w, f, softmax, turns, ring_k, ring_v, n_block, False, None, 0
+                    w, f, softmax, turns, ring_k, ring_v, n_block, False, before=0
                 )
         return ring_k, ring_v
 
@@ -164,7 +164,9 @@ class MainLoop:
         if self.sees(w, group, n_block, 0):
             ring_k, ring_v = self.overlapped(w, f, softmax, turns, ring_k, ring_v, n_block, True)
         else:
-            ring_k, ring_v = self.overlapped(w, f, softmax, turns, ring_k, ring_v, n_block, True, 1)
+            ring_k, ring_v = self.overlapped(
+                w, f, softmax, turns, ring_k, ring_v, n_block, True, half=1
+            )
         return ring_k, ring_v
 
     @cute.jit

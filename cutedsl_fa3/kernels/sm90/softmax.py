@@ -13,7 +13,8 @@ NaN is not hidden: max skips it, row_sum does not. A sink is one more logit that
 it takes weight and has no value.
 
 Scores of a tile may lack a base, one value a row (units.py): x + base is compared with m then, and
-m - base stands for m in p.
+m - base stands for m in p; where a thread's largest x makes m, that x does, so that no weight is
+beyond 1 where the base is lost in rounding.
 
 Rows whose maximum is beyond FAR, such as rows of nothing but a finite stand-in for -inf, take
 p = exp2(x - m): m * scale_log2 is rounded to so few bits there that the exponents of equal scores
